@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/device/buffer.h"
+#include "kernels/device/stream.h"
+#include "kernels/dtype.h"
+
+namespace weft::kernels {
+
+// Rows of a weight as a checkpoint stores them.
+struct MatrixView {
+  const void* data;  // [rows, cols], `row_stride` elements from row to row
+  DType dtype;
+  std::int32_t rows;  // out features
+  std::int32_t cols;  // in features
+  std::int64_t row_stride;
+};
+
+// A weight [out_features, in_features], repacked once at load into the order the kernels read it:
+// panels of 16 outputs that serve one row and many alike. Immutable after Pack(). Movable.
+class PackedMatrix {
+ public:
+  PackedMatrix() = default;
+
+  // Stacks `parts` (equal cols) in order, rounds to `dtype` (to nearest even) and packs, in
+  // parallel on `stream`. INVALID_ARGUMENT if the parts disagree or a dimension is not positive.
+  // FAILED_PRECONDITION if a value is NaN or infinite, or does not fit float16: the message names
+  // row and column of which part.
+  static absl::StatusOr<PackedMatrix> Pack(absl::Span<const MatrixView> parts, DType dtype,
+                                           Stream& stream);
+
+  std::int32_t out_features() const { return out_features_; }
+  std::int32_t in_features() const { return in_features_; }
+  DType dtype() const { return dtype_; }
+  std::int64_t size_bytes() const { return buffer_.size_bytes(); }
+  const std::byte* data() const { return buffer_.data(); }
+
+ private:
+  Buffer buffer_;
+  std::int32_t out_features_ = 0;
+  std::int32_t in_features_ = 0;
+  DType dtype_ = DType::kFloat32;
+};
+
+// y = x W^T (+ bias) (+ residual), fp32 accumulation. The value of an output does not depend on
+// num_rows, on the other rows, nor on the number of threads: each is one fixed order of additions
+// (batching must not change a token, law 2).
+struct LinearParams {
+  const float* x;  // [num_rows, in_features], x_stride floats from row to row
+  const PackedMatrix* weight;
+  const float* bias;  // [out_features], or null
+  const float*
+      residual;  // [num_rows, out_features], y_stride floats from row to row, or null; may be y
+  float* y;      // [num_rows, out_features], y_stride floats from row to row
+  std::int32_t num_rows;  // >= 0
+  std::int64_t x_stride;
+  std::int64_t y_stride;
+};
+
+absl::Status Linear(const LinearParams& params, Stream& stream);
+
+// out[i, :] = row ids[i] - first_row of `weight`, as fp32; zeros where that is outside
+// [0, out_features): a vocabulary-parallel embedding sums over ranks.
+struct EmbeddingParams {
+  const PackedMatrix* weight;  // [vocab rows of this rank, hidden]
+  const std::int32_t* ids;     // [num_rows]
+  float* out;                  // [num_rows, in_features]
+  std::int32_t num_rows;
+  std::int32_t first_row;
+};
+
+absl::Status Embedding(const EmbeddingParams& params, Stream& stream);
+
+}  // namespace weft::kernels

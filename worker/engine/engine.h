@@ -1,0 +1,127 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "worker/engine/step_plan.h"
+
+namespace weft {
+
+enum class RequestId : std::uint64_t {};  // drawn by the caller, unique for the engine's life
+
+struct EngineOptions {
+  std::int32_t block_size = 128;              // V, tokens over the DCP group
+  std::int32_t num_blocks = 0;                // blocks the group has: the minimum over ranks
+  std::int64_t max_model_len = 0;             // prompt + generated
+  std::int32_t max_num_seqs = 64;             // running at once; also the number of slots
+  std::int32_t max_num_batched_tokens = 256;  // rows of a step
+  std::int32_t max_num_waiting = 1024;        // queued requests (--max-num-waiting)
+  std::int32_t vocab_size = 0;
+  bool async_scheduling = true;  // plan step k+1 while k runs
+  // Test hook: preempt one more running sequence than needed every this many steps; 0 is never.
+  std::int32_t force_preemption_every = 0;
+};
+
+struct EngineRequest {
+  RequestId id{};
+  std::vector<std::int32_t> prompt_token_ids;  // at least one
+  std::vector<std::int32_t> resume_token_ids;  // already generated elsewhere; counts as output
+  std::int32_t max_tokens = 16;                // output tokens, resumed ones included; >= 1
+  std::vector<std::int32_t> stop_token_ids;    // end the sequence; part of its output
+  std::vector<std::int32_t> eos_token_ids;     // likewise, unless ignore_eos
+  bool ignore_eos = false;
+  SamplingParams sampling;
+  std::int32_t priority = 0;  // lower is sooner, as in vLLM
+  absl::Time deadline = absl::InfiniteFuture();
+};
+
+enum class FinishReason : std::uint8_t {
+  kNone,
+  kStopToken,
+  kEos,
+  kLength,
+  kAborted,
+  kDeadline,
+  kError
+};
+
+// News of one request. Events of one request are in order; a `finish` other than kNone is the last.
+struct TokenEvent {
+  RequestId id{};
+  std::optional<std::int32_t> token_id;
+  FinishReason finish = FinishReason::kNone;
+  absl::Status error;  // set with kError
+  std::int32_t num_preemptions = 0;
+};
+
+// Results of one step: the tokens of its sampled rows, in the order of the plan. -1: the model's
+// output for the row was not a number; that request ends with kError.
+struct StepResult {
+  std::uint64_t step = 0;
+  absl::Span<const std::int32_t> token_ids;  // valid during Engine::Step()
+};
+
+struct EngineStats {
+  std::int32_t num_running = 0;
+  std::int32_t num_waiting = 0;
+  std::int32_t num_blocks = 0;
+  std::int32_t num_free_blocks = 0;
+  std::int64_t kv_tokens = 0;  // positions held by running sequences
+  std::uint64_t num_preemptions = 0;
+  std::uint64_t prompt_tokens = 0;
+  std::uint64_t generation_tokens = 0;
+  std::uint64_t steps = 0;
+};
+
+// The decisions of a group: admission, scheduling, preemption, finishing, KV blocks.
+//
+// Pure: no thread, clock, lock, gRPC or CUDA. One thread owns it. Work per step is bounded by the
+// step's rows plus what the inbox holds; nothing allocates in a steady state.
+//
+// Scheduling of a step: cancelled and expired requests leave first; then every running decode gets
+// its row; then prompts continue or start in chunks under max_num_batched_tokens, by (priority,
+// arrival). A request is admitted when its whole prompt's blocks and one more fit above a small
+// watermark. When a decode finds no free block, the youngest running sequence of the least
+// important priority is preempted: it gives up its blocks, goes back to the head of the queue and
+// is recomputed; one that was preempted makes progress (a new token) before it can be preempted
+// again, unless nothing else is left. A single sequence always fits: Add() refuses what could not.
+class Engine {
+ public:
+  // INVALID_ARGUMENT when no sequence of max_model_len fits num_blocks.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options);
+  virtual ~Engine() = default;
+
+  // Queues a request. INVALID_ARGUMENT, saying what was seen and what is allowed: an empty prompt,
+  // a token id outside the vocabulary, prompt + 1 > max_model_len, max_tokens < 1.
+  // RESOURCE_EXHAUSTED when max_num_waiting are queued. ALREADY_EXISTS for an id in use.
+  // Generation ends with kLength at max_tokens or at max_model_len.
+  virtual absl::Status Add(EngineRequest request, absl::Time now) = 0;
+
+  // Ends a request with kAborted (its event comes from the next Step()); unknown ids are ignored.
+  virtual void Cancel(RequestId id) = 0;
+
+  // Takes the results of the oldest step in flight (one at most), then plans the next step if one
+  // may start: at most 1 step in flight, 2 with async_scheduling. Returns the plan, valid until the
+  // next call, or null when there is nothing to run now. Plans come with consecutive step numbers.
+  virtual const StepPlan* Step(absl::Time now, std::optional<StepResult> result) = 0;
+
+  // News since the last call, in order. Clears it; the span is valid until the next call of any
+  // method.
+  virtual absl::Span<const TokenEvent> TakeEvents() = 0;
+
+  // The earliest deadline among requests; InfiniteFuture without one.
+  virtual absl::Time NextDeadline() const = 0;
+  // True when Step() would have something to do without news: waiting or running requests and no
+  // step in flight.
+  virtual bool HasWork() const = 0;
+  virtual EngineStats Stats() const = 0;
+};
+
+}  // namespace weft

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+
+namespace weft {
+
+enum class BlockId : std::int32_t {};
+
+// Sampling of one sequence, as ranks need it. Trivially copyable: it travels in plans.
+struct SamplingParams {
+  float temperature = 1.0f;  // 0 is greedy
+  float top_p = 1.0f;        // (0, 1]; 1 is off
+  std::int32_t top_k = 0;    // 0 is off
+  std::uint64_t seed = 0;
+
+  // Such rows are gathered whole on the leader; the others need one candidate a rank.
+  bool NeedsWholeRow() const { return temperature > 0 && (top_p < 1.0f || top_k > 0); }
+  friend bool operator==(const SamplingParams&, const SamplingParams&) = default;
+};
+
+// Rows of one sequence in a step: consecutive positions, whose tokens are consecutive in
+// StepPlan::token_ids.
+struct PlanSequence {
+  std::int32_t slot = 0;            // row of the ranks' block tables, in [0, max_num_seqs)
+  std::int32_t num_rows = 0;        // >= 1
+  std::int64_t first_position = 0;  // global position of the first row
+  std::int32_t num_sampled = 0;     // the last this many rows get a token each; 0 inside a prompt
+};
+
+// Blocks appended to (or rewritten in) a slot's block table.
+struct BlockTableDelta {
+  std::int32_t slot = 0;
+  std::int32_t first_index = 0;  // index of the first new block in the sequence
+  std::int32_t num_blocks = 0;   // this many of StepPlan::delta_blocks, in order
+};
+
+struct SamplingDelta {
+  std::int32_t slot = 0;
+  SamplingParams params;
+};
+
+// What every rank does in one step. Holds global positions only; each rank derives owners, slots
+// and visible lengths from its ShardLayout. A slot keeps its block table and sampling parameters
+// from step to step; deltas are applied before the step's rows run. A slot taken over by another
+// sequence is rewritten from index 0.
+//
+// A token id >= 0 is a token. Below 0, ~id (bitwise not) is an index among the sampled rows of the
+// *previous* step, in order: the row reads the token sampled there. The head of the message that
+// carries the plan brings those tokens to the followers.
+struct StepPlan {
+  std::uint64_t step = 0;  // grows by one per plan, from 1
+  std::vector<SamplingDelta> sampling_deltas;
+  std::vector<BlockTableDelta> table_deltas;
+  std::vector<std::int32_t> delta_blocks;  // BlockId values, of all table_deltas together
+  std::vector<PlanSequence> sequences;
+  std::vector<std::int32_t> token_ids;  // [num_rows] of all sequences together
+
+  std::int32_t num_rows() const { return static_cast<std::int32_t>(token_ids.size()); }
+  std::int32_t num_sampled_rows() const;
+  void Clear();  // keeps capacity: a plan is reused from step to step
+};
+
+// What a plan may hold; decoding checks against it.
+struct PlanLimits {
+  std::int32_t max_num_seqs = 0;
+  std::int32_t max_num_batched_tokens = 0;
+  std::int32_t max_blocks_per_seq = 0;
+  std::int32_t num_blocks = 0;
+  std::int32_t vocab_size = 0;
+  std::int64_t max_model_len = 0;
+};
+
+// The message of one step: the previous step's sampled tokens, then the plan. Flat, little-endian;
+// starts with a magic number and kPlanVersion. `out` is cleared and keeps its capacity.
+inline constexpr std::uint32_t kPlanVersion = 1;
+void EncodeStep(absl::Span<const std::int32_t> previous_tokens, const StepPlan& plan,
+                std::vector<std::byte>& out);
+
+// INVALID_ARGUMENT, naming field and value, for anything that does not fit `limits`: a wrong
+// magic, version or length, slots, positions, counts or blocks out of range, a reference past
+// `previous_tokens`. Vectors are cleared first and keep their capacity.
+absl::Status DecodeStep(absl::Span<const std::byte> message, const PlanLimits& limits,
+                        std::vector<std::int32_t>& previous_tokens, StepPlan& plan);
+
+}  // namespace weft

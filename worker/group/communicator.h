@@ -1,0 +1,90 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "kernels/device/stream.h"
+#include "kernels/dtype.h"
+#include "worker/group/fabric.h"
+
+namespace weft {
+
+// What a communicator has done since it was made.
+struct CollectiveCounters {
+  std::uint64_t operations = 0;
+  std::uint64_t received_bytes = 0;  // payload from other ranks: what the formulas of dcp.md count
+  absl::Duration waiting;            // time spent inside collectives
+};
+
+// Collectives over an ordered set of ranks. Every rank of the set makes the same calls with the
+// same sizes in the same order (law 4). A rank's own part never travels. On the CPU a call returns
+// when the result is there; on CUDA it enqueues on `stream`.
+//
+// Sums are taken in rank order, whatever arrives first: the same bits on every rank and in every
+// run. Errors: UNAVAILABLE when a peer died or nothing arrived for `stall_timeout`, ABORTED after
+// Abort(); after an error the communicator and its group are done. INVALID_ARGUMENT for sizes over
+// max_bytes. Allocates nothing after construction.
+//
+// Threading: the rank's executor thread; Abort() from any thread.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // data[i] = sum over ranks of data[i], in place.
+  virtual absl::Status AllReduceSum(void* data, std::int64_t count, DType dtype,
+                                    kernels::Stream& stream) = 0;
+  // out[r] = rank r's `in`; `in` may be out[rank()].
+  virtual absl::Status AllGather(const void* in, void* out, std::int64_t bytes_per_rank,
+                                 kernels::Stream& stream) = 0;
+  // out = sum over ranks of their in[rank()], each part `count_per_rank` long. `out` may be
+  // in[rank()].
+  virtual absl::Status ReduceScatterSum(const void* in, void* out, std::int64_t count_per_rank,
+                                        DType dtype, kernels::Stream& stream) = 0;
+  // out[r] = rank r's in[rank()].
+  virtual absl::Status AllToAll(const void* in, void* out, std::int64_t bytes_per_rank,
+                                kernels::Stream& stream) = 0;
+  // On rank 0: out[r] = rank r's `in`; others may pass null and return once `in` may be reused.
+  virtual absl::Status Gather(const void* in, void* out, std::int64_t bytes_per_rank,
+                              kernels::Stream& stream) = 0;
+
+  virtual CollectiveCounters Counters() const = 0;
+
+  // Makes the running and every later call return ABORTED. Any thread.
+  virtual void Abort() = 0;
+};
+
+struct FabricCommunicatorOptions {
+  std::uint32_t id =
+      0;  // tells this communicator's messages from others' on the fabric; the same on every rank
+  std::int64_t max_bytes = 0;  // the largest `in` or `out` (all ranks' parts together) of any call
+  absl::Duration stall_timeout = absl::Seconds(3);
+  // Counts progress for the watchdog; may be null. Incremented whenever a collective ends.
+  std::atomic<std::uint64_t>* progress = nullptr;
+};
+
+// Several communicators share a fabric's kCollective channel through one mux; it installs the
+// channel's handler. Lives as long as the communicators made with it.
+class CollectiveMux;
+std::shared_ptr<CollectiveMux> MakeCollectiveMux(Fabric& fabric);
+
+// Host collectives as fabric messages. `peers[i]` reaches rank i and is ignored for i == rank.
+// Peers must have connected with self_tag values given in `tags`: tags[i] is what rank i's messages
+// carry.
+std::unique_ptr<Communicator> MakeFabricCommunicator(std::shared_ptr<CollectiveMux> mux, int rank,
+                                                     absl::Span<const PeerId> peers,
+                                                     absl::Span<const std::uint32_t> tags,
+                                                     const FabricCommunicatorOptions& options);
+
+// For groups of one rank: every collective is a copy or nothing.
+std::unique_ptr<Communicator> MakeSelfCommunicator();
+
+}  // namespace weft

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+
+namespace weft {
+
+enum class PeerId : std::uint32_t {};
+
+// What a message is for. Every channel has one handler per fabric.
+enum class Channel : std::uint8_t { kControl, kPlan, kCollective, kKv };
+inline constexpr int kNumChannels = 4;
+
+// Payload bytes a fabric has moved, self-sends not counted.
+struct FabricCounters {
+  std::uint64_t sent_bytes = 0;
+  std::uint64_t received_bytes = 0;
+  std::uint64_t sent_messages = 0;
+  std::uint64_t received_messages = 0;
+};
+
+// Ordered, reliable messages between the ranks of a replica and between replicas, over whatever
+// UCX picks: shared memory, RDMA or TCP. Messages of one (sender, receiver) pair arrive in the
+// order they were sent, over all channels.
+//
+// Threading: one Fabric per thread; every method and handler runs on the thread that uses it.
+// Only Wake() may be called from any thread.
+// Ownership: buffers given to Send() stay alive until its completion. Destruction drops what is
+// in flight without calling completions.
+class Fabric {
+ public:
+  // `payload` is valid during the call only, 8-byte aligned. `peer` is who sent it, as named by
+  // the sender's `self_tag` (see Connect). Handlers may call Send().
+  using Handler = std::function<void(std::uint32_t from_tag, absl::Span<const std::byte> payload)>;
+  // Told once per Send(): OK when the spans may be reused, UNAVAILABLE when the peer died.
+  using Done = std::function<void(const absl::Status&)>;
+
+  virtual ~Fabric() = default;
+
+  // The address a peer passes to Connect(); opaque, at most 4 KiB.
+  virtual std::string LocalAddress() const = 0;
+
+  // Starts a connection; sends may follow at once. The peer's handlers see `self_tag` as sender
+  // (ranks use their rank). INVALID_ARGUMENT if `address` does not parse. An unreachable peer
+  // shows up as UNAVAILABLE in the completion of a send, or in PeerStatus().
+  virtual absl::StatusOr<PeerId> Connect(std::string_view address, std::uint32_t self_tag) = 0;
+
+  // Installs the handler of `channel`. Call once per channel, before the first Progress().
+  virtual void Receive(Channel channel, Handler handler) = 0;
+
+  // Sends the concatenation of `spans` (1..16 of them) as one message of at most 1 GiB. `done`
+  // may be null; it may run inside Send() or in a later Progress().
+  virtual absl::Status Send(PeerId peer, Channel channel,
+                            absl::Span<const absl::Span<const std::byte>> spans, Done done) = 0;
+
+  // UNAVAILABLE once the peer is known to be dead.
+  virtual absl::Status PeerStatus(PeerId peer) const = 0;
+
+  // Drives sends, receives and the detection of dead peers; true if anything happened.
+  virtual bool Progress() = 0;
+
+  // Returns when Progress() may have something to do, Wake() was called, or `timeout` has passed:
+  // spins for a bounded time first, then sleeps. May return early.
+  virtual void Wait(absl::Duration timeout) = 0;
+
+  // Ends a Wait() of the owning thread, now or the next one. Any thread.
+  virtual void Wake() = 0;
+
+  virtual FabricCounters Counters() const = 0;
+};
+
+// Threads of one process, for tests and the simulator. Addresses are valid in this process.
+std::unique_ptr<Fabric> MakeLocalFabric(std::string_view name);
+
+// UNAVAILABLE when UCX finds no usable transport; the message has what UCX said.
+absl::StatusOr<std::unique_ptr<Fabric>> MakeUcxFabric();
+
+}  // namespace weft

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/dtype.h"
+
+namespace weft {
+
+enum class RopeType : std::uint8_t { kDefault, kLinear, kLlama3, kYarn };
+
+// rope_parameters (transformers 5) or rope_theta + rope_scaling (transformers 4) of config.json.
+struct RopeConfig {
+  RopeType type = RopeType::kDefault;
+  double theta = 10000.0;
+  double factor = 1.0;
+  double low_freq_factor = 1.0;   // llama3
+  double high_freq_factor = 4.0;  // llama3
+  double beta_fast = 32.0;        // yarn
+  double beta_slow = 1.0;
+  std::optional<double> attention_factor;
+  double mscale = 0.0;
+  double mscale_all_dim = 0.0;
+  bool truncate = true;
+  std::int64_t original_max_position_embeddings = 0;
+};
+
+// What a model's config.json says, checked: every value is in range and every key that would change
+// the result is either understood or refused.
+struct ModelConfig {
+  std::string architecture;  // "LlamaForCausalLM"
+  std::int32_t num_layers = 0;
+  std::int32_t hidden_size = 0;
+  std::int32_t intermediate_size = 0;
+  std::int32_t num_q_heads = 0;
+  std::int32_t num_kv_heads = 0;  // divides num_q_heads
+  std::int32_t head_dim = 0;      // even
+  std::int32_t vocab_size = 0;
+  std::int64_t max_position_embeddings = 0;
+  float rms_norm_eps = 1e-6f;
+  RopeConfig rope;
+  bool attention_bias = false;  // of q, k, v and o
+  bool mlp_bias = false;        // of gate, up and down
+  bool tie_word_embeddings = false;
+  DType dtype = DType::kFloat32;  // of the checkpoint: `dtype` or `torch_dtype`
+  std::optional<std::int32_t> bos_token_id;
+  std::vector<std::int32_t>
+      eos_token_ids;  // generation_config.json's when it has them, else config.json's
+};
+
+// Reads MODEL_DIR/config.json and generation_config.json. NOT_FOUND when there is no config.json;
+// INVALID_ARGUMENT names file, key and value, and what is allowed.
+absl::StatusOr<ModelConfig> LoadModelConfig(const std::filesystem::path& model_dir);
+
+// inv_freq[i] for pair i of head_dim / 2, and what cos and sin are multiplied by.
+// Formulas: transformers' modeling_rope_utils; README of worker/model.
+struct RopeFrequencies {
+  std::vector<float> inv_freq;
+  float attention_scaling = 1.0f;
+};
+RopeFrequencies ComputeRopeFrequencies(const RopeConfig& config, std::int32_t rotary_dim);
+
+}  // namespace weft
