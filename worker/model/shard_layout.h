@@ -38,7 +38,8 @@ struct HeadCounts {
 // consecutive positions of a sequence over the DCP group, B = V / N of them on one rank,
 // interleave I: position p belongs to DCP rank (p / I) % N.
 //
-// A value; every method is const, constant-time and allocates nothing. Positions are 64-bit.
+// A value; every method is const, allocates nothing and (but for KvCopies()) takes constant time.
+// Positions are 64-bit.
 class ShardLayout {
  public:
   // `rank` is in [0, T). INVALID_ARGUMENT, saying what is allowed: T % N != 0, T > num_q_heads,
@@ -49,10 +50,11 @@ class ShardLayout {
   std::int32_t tensor_parallel_size() const { return tp_; }
   std::int32_t decode_context_parallel_size() const { return dcp_; }
   std::int32_t rank() const { return rank_; }
-  std::int32_t dcp_rank() const { return rank_ % dcp_; }                     // within the DCP group
-  std::int32_t dcp_group() const { return rank_ / dcp_; }                    // which DCP group
-  std::int32_t block_size() const { return block_size_; }                    // V
-  std::int32_t interleave() const { return interleave_; }                    // I
+  std::int32_t dcp_rank() const { return rank_ % dcp_; }   // within the DCP group
+  std::int32_t dcp_group() const { return rank_ / dcp_; }  // which DCP group
+  std::int32_t block_size() const { return block_size_; }  // V
+  // I; divides B. With N = 1 the one asked for is ignored, and this is the default.
+  std::int32_t interleave() const { return interleave_; }
   std::int32_t block_tokens_per_rank() const { return block_size_ / dcp_; }  // B
 
   // Positions.
