@@ -1,0 +1,30 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+
+namespace weft {
+
+// Why a call failed, for programs: google.rpc.ErrorInfo.reason with the domain "weft". Travels
+// inside an absl::Status and, through grpc_status.h, over gRPC.
+inline constexpr std::string_view kReasonOverloaded = "OVERLOADED";   // a queue is full
+inline constexpr std::string_view kReasonDraining = "DRAINING";       // stops; ask another one
+inline constexpr std::string_view kReasonRankLost = "RANK_LOST";      // the group restarts
+inline constexpr std::string_view kReasonNotReady = "NOT_READY";      // still loading
+inline constexpr std::string_view kReasonSlowReader = "SLOW_READER";  // the stream's buffer is full
+inline constexpr std::string_view kReasonOutOfLimits = "OUT_OF_LIMITS";  // can never be served here
+
+// `status` with `reason` attached (it replaces an earlier one); an OK status stays as it is.
+absl::Status WithReason(absl::Status status, std::string_view reason);
+// Empty when there is none.
+std::string ReasonOf(const absl::Status& status);
+
+// `status` with the advice to try again after `delay`: google.rpc.RetryInfo.
+absl::Status WithRetryAfter(absl::Status status, absl::Duration delay);
+std::optional<absl::Duration> RetryAfterOf(const absl::Status& status);
+
+}  // namespace weft

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+
+// Forward: grpcpp headers are slow to compile.
+namespace grpc {
+class Channel;
+class Server;
+class Service;
+}  // namespace grpc
+
+namespace weft {
+
+// Both ends of a connection use the same.
+struct GrpcTransportOptions {
+  std::int64_t max_message_bytes = std::int64_t{64} << 20;  // either way
+  absl::Duration keepalive_interval = absl::Seconds(30);    // pings also without calls
+  absl::Duration keepalive_timeout = absl::Seconds(10);  // an unanswered ping ends the connection
+};
+
+struct GrpcServerOptions {
+  // "host:port" (port 0 picks a free one) or "unix-abstract:NAME"; at least one.
+  std::vector<std::string> listen_addresses;
+  GrpcTransportOptions transport;
+  absl::Duration min_ping_interval = absl::Seconds(10);  // clients that ping faster are cut off
+};
+
+// A running gRPC server with reflection and grpc.health.v1, where the service "" is liveness and
+// answers SERVING from the start; others are unknown until SetServing().
+//
+// Thread-safe.
+class GrpcServer {
+ public:
+  // Listens and serves `services`, which outlive the server. UNAVAILABLE when an address cannot be
+  // listened on, because it is in use (ports are never shared) or not ours; INVALID_ARGUMENT when
+  // it does not parse.
+  static absl::StatusOr<std::unique_ptr<GrpcServer>> Start(
+      const GrpcServerOptions& options, absl::Span<grpc::Service* const> services);
+  // As Shutdown(absl::ZeroDuration()).
+  ~GrpcServer();
+
+  // As given, with the port that was picked; in the order of listen_addresses.
+  const std::vector<std::string>& addresses() const { return addresses_; }
+
+  // What health checks of `service` ("weft.v1.Inference") answer.
+  void SetServing(std::string_view service, bool serving);
+
+  // All health checks answer NOT_SERVING, no new call is accepted, running ones have `deadline`
+  // to end and are cancelled then. Returns when the last one is over. Idempotent.
+  void Shutdown(absl::Duration deadline);
+
+ private:
+  GrpcServer();
+
+  std::vector<std::string> addresses_;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+// A channel to such a server, without transport security. Connects again within about a second
+// when the server is back; ignores http_proxy.
+std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
+                                              const GrpcTransportOptions& options = {});
+
+// Sends gRPC's own log lines to ours, at debug level. Call once, after InitLog().
+void InitGrpcLog();
+
+}  // namespace weft
