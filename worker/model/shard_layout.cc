@@ -154,13 +154,13 @@ absl::StatusOr<ShardLayout> ShardLayout::Create(const LayoutOptions& options,
   return layout;
 }
 
-Range ShardLayout::GroupQHeads() const {
+IndexRange ShardLayout::GroupQHeads() const {
   const std::int32_t first = dcp_group() * dcp_;
   return {QHeads(first).begin, QHeads(first + dcp_ - 1).end};
 }
 
-Range ShardLayout::GroupKvHeads() const {
-  const Range q = GroupQHeads();
+IndexRange ShardLayout::GroupKvHeads() const {
+  const IndexRange q = GroupQHeads();
   return {q.begin / q_per_kv(), (q.end + q_per_kv() - 1) / q_per_kv()};
 }
 

@@ -10,11 +10,11 @@
 namespace weft {
 
 // A half-open range [begin, end).
-struct Range {
+struct IndexRange {
   std::int32_t begin = 0;
   std::int32_t end = 0;
   std::int32_t size() const { return end - begin; }
-  friend bool operator==(const Range&, const Range&) = default;
+  friend bool operator==(const IndexRange&, const IndexRange&) = default;
 };
 
 // What the user asks for; absent values get the block rule's defaults.
@@ -85,20 +85,20 @@ class ShardLayout {
   }
 
   // Heads. Rank i has query heads [floor(i * Hq / T), floor((i + 1) * Hq / T)).
-  Range QHeads() const { return QHeads(rank_); }
-  Range QHeads(std::int32_t rank) const { return Slice(num_q_heads_, rank); }
+  IndexRange QHeads() const { return QHeads(rank_); }
+  IndexRange QHeads(std::int32_t rank) const { return Slice(num_q_heads_, rank); }
   // Query heads of this rank's DCP group together.
-  Range GroupQHeads() const;
+  IndexRange GroupQHeads() const;
   // KV heads that the group's query heads read; every rank of the group stores these.
-  Range GroupKvHeads() const;
+  IndexRange GroupKvHeads() const;
   std::int32_t q_per_kv() const { return num_q_heads_ / num_kv_heads_; }
   // ceil(Hq / T): per-head messages are padded to this many heads a rank.
   std::int32_t PaddedQHeads() const { return (num_q_heads_ + tp_ - 1) / tp_; }
 
   // This rank's (or `rank`'s) part of another dimension of `size` (intermediate, vocabulary):
   // [floor(i * size / T), floor((i + 1) * size / T)); may be empty.
-  Range Slice(std::int32_t size) const { return Slice(size, rank_); }
-  Range Slice(std::int32_t size, std::int32_t rank) const {
+  IndexRange Slice(std::int32_t size) const { return Slice(size, rank_); }
+  IndexRange Slice(std::int32_t size, std::int32_t rank) const {
     return {static_cast<std::int32_t>(static_cast<std::int64_t>(rank) * size / tp_),
             static_cast<std::int32_t>((static_cast<std::int64_t>(rank) + 1) * size / tp_)};
   }

@@ -173,18 +173,18 @@ TEST(ShardLayoutTest, EveryQueryHeadFindsItsKvHeadInItsGroupAndHeadsTile) {
           for (std::int32_t rank = 0; rank < tp; ++rank) {
             const auto layout = Make(tp, dcp, std::nullopt, std::nullopt, rank, heads);
             ASSERT_TRUE(layout.ok()) << layout.status();
-            const Range q = layout->QHeads();
+            const IndexRange q = layout->QHeads();
             ASSERT_EQ(q.begin, next_q);
             ASSERT_GE(q.size(), 1);
             ASSERT_LE(q.size(), layout->PaddedQHeads());
             ASSERT_GE(q.size(), layout->PaddedQHeads() - 1);
             next_q = q.end;
-            const Range group_q = layout->GroupQHeads();
+            const IndexRange group_q = layout->GroupQHeads();
             ASSERT_TRUE(group_q.begin <= q.begin && q.end <= group_q.end);
-            ASSERT_EQ(group_q, (Range{layout->QHeads(rank / dcp * dcp).begin,
+            ASSERT_EQ(group_q, (IndexRange{layout->QHeads(rank / dcp * dcp).begin,
                                       layout->QHeads(rank / dcp * dcp + dcp - 1).end}));
             // Exactly the KV heads that some query head of the group reads.
-            const Range group_kv = layout->GroupKvHeads();
+            const IndexRange group_kv = layout->GroupKvHeads();
             ASSERT_EQ(group_kv.begin, group_q.begin / g);
             ASSERT_EQ(group_kv.end, (group_q.end - 1) / g + 1);
             for (std::int32_t h = q.begin; h < q.end; ++h) {
@@ -209,7 +209,7 @@ TEST(ShardLayoutTest, SlicesTileEveryDimension) {
       for (std::int32_t rank = 0; rank < tp; ++rank) {
         const auto layout = Make(tp, 1, std::nullopt, std::nullopt, rank);
         ASSERT_TRUE(layout.ok()) << layout.status();
-        const Range slice = layout->Slice(size);
+        const IndexRange slice = layout->Slice(size);
         ASSERT_EQ(slice, layout->Slice(size, rank));
         ASSERT_EQ(slice.begin, next);
         ASSERT_GE(slice.size(), size / tp);
