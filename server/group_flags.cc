@@ -1,0 +1,161 @@
+#include "server/group_flags.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <limits>
+
+#include "fmt/format.h"
+#include "server/base/check.h"
+
+namespace weft {
+namespace {
+
+constexpr std::int32_t kMaxRanks = 1024;
+constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
+
+// Every flag of AddTo(), so that Arguments() passes on these and nothing of the caller's own.
+constexpr std::array<std::string_view, 20> kNames = {
+    "--model",
+    "--served-model-name",
+    "--tensor-parallel-size",
+    "--decode-context-parallel-size",
+    "--prefill-context-parallel-size",
+    "--cp-kv-cache-interleave-size",
+    "--block-size",
+    "--dcp-comm-backend",
+    "--max-model-len",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
+    "--max-num-waiting",
+    "--async-scheduling",
+    "--dtype",
+    "--kv-cache-dtype",
+    "--kv-cache-memory-bytes",
+    "--num-gpu-blocks-override",
+    "--threads-per-rank",
+    "--stall-timeout",
+    "--force-preemption-every",
+};
+
+absl::StatusOr<std::int64_t> SuffixFactor(std::string_view suffix) {
+  if (suffix.empty()) return 1;
+  if (suffix == "k") return 1000;
+  if (suffix == "K") return 1024;
+  if (suffix == "m") return 1000 * 1000;
+  if (suffix == "M") return 1024 * 1024;
+  return absl::InvalidArgumentError("unknown suffix");
+}
+
+}  // namespace
+
+void GroupFlags::AddTo(OptionParser& parser) {
+  const std::vector<std::string> dtypes = {"auto", "float32", "bfloat16", "float16"};
+
+  parser.Group("Model");
+  parser.Add("--model,MODEL_DIR", &model, "Directory of the model, in Hugging Face's format");
+  parser.Add("--served-model-name", &served_model_name,
+             "Name in requests; default: the last part of the model's path");
+  parser.AddChoice("--dtype", &dtype, dtypes, "Of the weights; auto: as stored");
+  parser.Add("--max-model-len", &max_model_len,
+             "Tokens of prompt and completion together: a number, with k, K, m or M behind it, or "
+             "auto: the model's, lowered to what fits");
+
+  parser.Group("Layout");
+  parser.Add("--tensor-parallel-size,-tp", &tensor_parallel_size, "Ranks of the group",
+             Range(1, kMaxRanks));
+  parser.Add("--decode-context-parallel-size,-dcp", &decode_context_parallel_size,
+             "Ranks that share the KV cache of a sequence by position; divides the above",
+             Range(1, kMaxRanks));
+  parser.Add("--prefill-context-parallel-size,-pcp", &prefill_context_parallel_size, "Only 1");
+  parser.Add("--cp-kv-cache-interleave-size", &cp_kv_cache_interleave_size,
+             "Consecutive tokens on one rank; default: the largest divisor of a block's tokens per "
+             "rank that is at most 16",
+             Range(1, kMaxInt32));
+  parser.Add("--block-size", &block_size,
+             "Tokens of a KV block over all ranks that share it (vLLM counts per rank); default: "
+             "128 or a little more",
+             Range(1, kMaxInt32));
+  parser.AddChoice("--dcp-comm-backend", &dcp_comm_backend, {"ag_rs", "a2a"},
+                   "How ranks exchange partial attention");
+
+  parser.Group("Engine");
+  parser.Add("--max-num-seqs", &max_num_seqs, "Sequences in one step", Range(1, kMaxInt32));
+  parser.Add("--max-num-batched-tokens", &max_num_batched_tokens, "Tokens in one step",
+             Range(1, kMaxInt32));
+  parser.Add("--max-num-waiting", &max_num_waiting, "Requests that may wait for a place",
+             Range(1, kMaxInt32));
+  parser.Add("--async-scheduling", &async_scheduling, "Plan a step while the one before runs");
+
+  parser.Group("Memory");
+  parser.AddChoice("--kv-cache-dtype", &kv_cache_dtype, dtypes, "Of the KV cache");
+  parser.AddBytes("--kv-cache-memory-bytes", &kv_cache_memory_bytes,
+                  "KV cache per rank; default: what is there and useful, at most 2 GiB");
+  parser.Add("--num-gpu-blocks-override", &num_gpu_blocks_override,
+             "KV blocks, whatever the memory", Range(1, kMaxInt32));
+
+  parser.Group("Processes");
+  parser.Add("--threads-per-rank", &threads_per_rank,
+             "Compute threads; default: the allowed CPUs over the ranks of this host",
+             Range(1, 1024));
+  parser.Add("--stall-timeout", &stall_timeout, "Without progress for so long, a rank is killed");
+  parser.Add("--force-preemption-every", &force_preemption_every,
+             "For tests: preempt a sequence every so many steps; 0: never", Range(0, kMaxInt32));
+}
+
+absl::Status GroupFlags::Check() const {
+  if (model.empty()) {
+    return absl::InvalidArgumentError("no model: give --model DIR or the directory itself");
+  }
+  if (prefill_context_parallel_size != 1) {
+    return absl::InvalidArgumentError(
+        fmt::format("--prefill-context-parallel-size is {}; only 1 is supported",
+                    prefill_context_parallel_size));
+  }
+  if (tensor_parallel_size % decode_context_parallel_size != 0) {
+    return absl::InvalidArgumentError(
+        fmt::format("--decode-context-parallel-size is {}; it has to divide "
+                    "--tensor-parallel-size, which is {}",
+                    decode_context_parallel_size, tensor_parallel_size));
+  }
+  if (stall_timeout <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError("--stall-timeout is 0; it has to be longer");
+  }
+  return ParseModelLen(max_model_len).status();
+}
+
+std::optional<std::int64_t> GroupFlags::MaxModelLen() const {
+  const auto parsed = ParseModelLen(max_model_len);
+  CHECK(parsed.ok());
+  return *parsed;
+}
+
+std::string GroupFlags::ServedModelName() const {
+  if (!served_model_name.empty()) return served_model_name;
+  std::string_view path = model;
+  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
+  return std::string(path.substr(path.rfind('/') + 1));
+}
+
+std::vector<std::string> GroupFlags::Arguments(const OptionParser& parser) {
+  return parser.Arguments([](std::string_view name) {
+    return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
+  });
+}
+
+absl::StatusOr<std::optional<std::int64_t>> ParseModelLen(std::string_view text) {
+  if (text == "auto") return std::nullopt;
+  std::int64_t number = 0;
+  const char* const last = text.data() + text.size();
+  const auto [end, error] = std::from_chars(text.data(), last, number);
+  const auto factor = SuffixFactor({end, static_cast<std::size_t>(last - end)});
+  if (error != std::errc() || !factor.ok() || number > kMaxInt32 / *factor ||
+      number * *factor < 2) {
+    return absl::InvalidArgumentError(fmt::format(
+        "--max-model-len is \"{}\"; auto, or 2 to {}, with k, K, m or M behind it, is allowed",
+        text, kMaxInt32));
+  }
+  return number * *factor;
+}
+
+}  // namespace weft

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/options.h"
+
+namespace weft {
+
+// What makes a group: the model, its layout, and the engine's limits. One table for weft-worker,
+// which acts on it, and for `weft serve` and `weft generate`, which pass it on. Names are vLLM's
+// where it has them.
+struct GroupFlags {
+  std::string model;
+  std::string served_model_name;  // empty: the last part of `model`; see ServedModelName()
+
+  std::int32_t tensor_parallel_size = 1;
+  std::int32_t decode_context_parallel_size = 1;
+  std::int32_t prefill_context_parallel_size = 1;  // only 1 passes Check()
+  std::optional<std::int32_t> cp_kv_cache_interleave_size;
+  std::optional<std::int32_t> block_size;
+  std::string dcp_comm_backend = "ag_rs";
+
+  std::string max_model_len = "auto";
+  std::int32_t max_num_seqs = 64;
+  std::int32_t max_num_batched_tokens = 256;
+  std::int32_t max_num_waiting = 1024;
+  bool async_scheduling = true;
+
+  std::string dtype = "auto";
+  std::string kv_cache_dtype = "auto";
+  std::optional<std::int64_t> kv_cache_memory_bytes;
+  std::optional<std::int32_t> num_gpu_blocks_override;
+
+  std::optional<std::int32_t> threads_per_rank;
+  absl::Duration stall_timeout = absl::Seconds(3);
+  std::int32_t force_preemption_every = 0;  // for tests; 0: never
+
+  // Adds every flag; `this` must outlive `parser`.
+  void AddTo(OptionParser& parser);
+
+  // INVALID_ARGUMENT for what no group can be, as far as it shows without reading the model.
+  absl::Status Check() const;
+
+  // max_model_len as a number; nothing for "auto". Good after Check().
+  std::optional<std::int64_t> MaxModelLen() const;
+
+  // The name requests may give.
+  std::string ServedModelName() const;
+
+  // After parser.Parse(): the arguments that set the same in a weft-worker.
+  static std::vector<std::string> Arguments(const OptionParser& parser);
+};
+
+// "auto" (nothing), a number, or one with a suffix: k, m are 1000 and its square, K, M 1024 and
+// its. INVALID_ARGUMENT for anything else, and for less than 2: a prompt token and one more.
+absl::StatusOr<std::optional<std::int64_t>> ParseModelLen(std::string_view text);
+
+}  // namespace weft

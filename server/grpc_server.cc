@@ -1,0 +1,165 @@
+#include "server/grpc_server.h"
+
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+
+#include "fmt/format.h"
+#include "grpc/support/log.h"
+#include "grpcpp/ext/proto_server_reflection_plugin.h"
+#include "grpcpp/grpcpp.h"
+#include "grpcpp/health_check_service_interface.h"
+#include "server/base/log.h"
+
+namespace weft {
+namespace {
+
+constexpr std::string_view kAbstract = "unix-abstract:";
+
+int Milliseconds(absl::Duration duration) {
+  return static_cast<int>(
+      std::clamp<std::int64_t>(absl::ToInt64Milliseconds(duration), 1, INT_MAX));
+}
+
+int MessageBytes(const GrpcTransportOptions& options) {
+  return static_cast<int>(std::min<std::int64_t>(options.max_message_bytes, INT_MAX));
+}
+
+// The last colon splits: "[::1]:80" has others.
+absl::Status CheckAddress(const std::string& address) {
+  if (address.starts_with(kAbstract)) {
+    if (address.size() > kAbstract.size() && address.size() <= kAbstract.size() + 100) return {};
+    return absl::InvalidArgumentError(
+        fmt::format("address {}: the name after unix-abstract: has 1 to 100 bytes", address));
+  }
+  const std::size_t colon = address.rfind(':');
+  const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
+  const bool digits =
+      !port.empty() && port.size() <= 5 &&
+      std::all_of(port.begin(), port.end(), [](char c) { return c >= '0' && c <= '9'; });
+  if (digits && colon > 0 && std::stoi(port) <= 65535) return {};
+  return absl::InvalidArgumentError(fmt::format(
+      "address {} is neither host:port with a port of 0 to 65535 nor unix-abstract:NAME", address));
+}
+
+// Why gRPC could not bind: it tells only its log.
+std::string BindError(const std::string& address) {
+  if (address.starts_with(kAbstract)) return "the name is in use";
+  const std::size_t colon = address.rfind(':');
+  std::string host = address.substr(0, colon);
+  if (host.starts_with('[') && host.ends_with(']')) host = host.substr(1, host.size() - 2);
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE;
+  addrinfo* found = nullptr;
+  if (const int error = getaddrinfo(host.c_str(), address.c_str() + colon + 1, &hints, &found)) {
+    return gai_strerror(error);
+  }
+  std::string reason = "the address is in use";
+  const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int on = 1;
+  if (fd >= 0) {
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    if (bind(fd, found->ai_addr, found->ai_addrlen) != 0) reason = std::strerror(errno);
+    close(fd);
+  }
+  freeaddrinfo(found);
+  return reason;
+}
+
+void LogToSpdlog(gpr_log_func_args* args) {
+  const char* slash = std::strrchr(args->file, '/');
+  spdlog::debug("grpc: {}:{}: {}", slash == nullptr ? args->file : slash + 1, args->line,
+                args->message);
+}
+
+}  // namespace
+
+GrpcServer::GrpcServer() = default;
+
+absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(
+    const GrpcServerOptions& options, absl::Span<grpc::Service* const> services) {
+  if (options.listen_addresses.empty()) {
+    return absl::InvalidArgumentError("a server needs an address to listen on");
+  }
+  // Both are read when a builder is made.
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  std::vector<int> ports(options.listen_addresses.size(), 0);
+  for (std::size_t i = 0; i < ports.size(); ++i) {
+    const std::string& address = options.listen_addresses[i];
+    if (absl::Status status = CheckAddress(address); !status.ok()) return status;
+    builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &ports[i]);
+  }
+  for (grpc::Service* service : services) builder.RegisterService(service);
+  builder.SetMaxReceiveMessageSize(MessageBytes(options.transport));
+  builder.SetMaxSendMessageSize(MessageBytes(options.transport));
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS,
+                             Milliseconds(options.transport.keepalive_interval));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+                             Milliseconds(options.transport.keepalive_timeout));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                             Milliseconds(options.min_ping_interval));
+
+  std::unique_ptr<GrpcServer> server(new GrpcServer());
+  server->server_ = builder.BuildAndStart();
+  if (server->server_ == nullptr) {
+    const auto failed = std::find_if(ports.begin(), ports.end(), [](int p) { return p <= 0; });
+    const std::string& address =
+        options.listen_addresses[failed == ports.end() ? 0 : failed - ports.begin()];
+    return absl::UnavailableError(
+        fmt::format("cannot listen on {}: {}", address, BindError(address)));
+  }
+  for (std::size_t i = 0; i < ports.size(); ++i) {
+    const std::string& address = options.listen_addresses[i];
+    server->addresses_.push_back(
+        address.starts_with(kAbstract)
+            ? address
+            : fmt::format("{}:{}", address.substr(0, address.rfind(':')), ports[i]));
+  }
+  return server;
+}
+
+GrpcServer::~GrpcServer() { Shutdown(absl::ZeroDuration()); }
+
+void GrpcServer::SetServing(std::string_view service, bool serving) {
+  server_->GetHealthCheckService()->SetServingStatus(std::string(service), serving);
+}
+
+void GrpcServer::Shutdown(absl::Duration deadline) {
+  if (server_ == nullptr) return;
+  server_->GetHealthCheckService()->Shutdown();
+  server_->Shutdown(std::chrono::system_clock::now() +
+                    absl::ToChronoMilliseconds(std::min(deadline, absl::Hours(24))));
+}
+
+std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
+                                              const GrpcTransportOptions& options) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(MessageBytes(options));
+  arguments.SetMaxSendMessageSize(MessageBytes(options));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(options.keepalive_interval));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, Milliseconds(options.keepalive_timeout));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  // A channel of its own, so that a lost group's backoff is not another channel's.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+}
+
+void InitGrpcLog() { gpr_set_log_function(LogToSpdlog); }
+
+}  // namespace weft
