@@ -24,6 +24,9 @@ struct SamplingParams {
   friend bool operator==(const SamplingParams&, const SamplingParams&) = default;
 };
 
+// INVALID_ARGUMENT, naming the field, what was seen and what is allowed.
+absl::Status ValidateSampling(const SamplingParams& params);
+
 // Rows of one sequence in a step: consecutive positions, whose tokens are consecutive in
 // StepPlan::token_ids.
 struct PlanSequence {
@@ -52,7 +55,8 @@ struct SamplingDelta {
 //
 // A token id >= 0 is a token. Below 0, ~id (bitwise not) is an index among the sampled rows of the
 // *previous* step, in order: the row reads the token sampled there. The head of the message that
-// carries the plan brings those tokens to the followers.
+// carries the plan brings those tokens to the followers. A token sampled there may be -1 (not a
+// number): a row that refers to it runs as token 0, and the engine drops what it gives.
 struct StepPlan {
   std::uint64_t step = 0;  // grows by one per plan, from 1
   std::vector<SamplingDelta> sampling_deltas;
@@ -77,7 +81,7 @@ struct PlanLimits {
 };
 
 // The message of one step: the previous step's sampled tokens, then the plan. Flat, little-endian;
-// starts with a magic number and kPlanVersion. `out` is cleared and keeps its capacity.
+// starts with a magic number and kPlanVersion. `out` is overwritten and keeps its capacity.
 inline constexpr std::uint32_t kPlanVersion = 1;
 void EncodeStep(absl::Span<const std::int32_t> previous_tokens, const StepPlan& plan,
                 std::vector<std::byte>& out);
@@ -85,6 +89,7 @@ void EncodeStep(absl::Span<const std::int32_t> previous_tokens, const StepPlan& 
 // INVALID_ARGUMENT, naming field and value, for anything that does not fit `limits`: a wrong
 // magic, version or length, slots, positions, counts or blocks out of range, a reference past
 // `previous_tokens`. Vectors are cleared first and keep their capacity.
+// Previous tokens may be -1. Allocates nothing but for errors and to grow the vectors.
 absl::Status DecodeStep(absl::Span<const std::byte> message, const PlanLimits& limits,
                         std::vector<std::int32_t>& previous_tokens, StepPlan& plan);
 
