@@ -15,9 +15,10 @@ constexpr std::int32_t kMaxRanks = 1024;
 constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 // Every flag of AddTo(), so that Arguments() passes on these and nothing of the caller's own.
-constexpr std::array<std::string_view, 20> kNames = {
+constexpr std::array<std::string_view, 21> kNames = {
     "--model",
     "--served-model-name",
+    "--log-level",
     "--tensor-parallel-size",
     "--decode-context-parallel-size",
     "--prefill-context-parallel-size",
@@ -49,13 +50,28 @@ absl::StatusOr<std::int64_t> SuffixFactor(std::string_view suffix) {
 
 }  // namespace
 
-void GroupFlags::AddTo(OptionParser& parser) {
-  const std::vector<std::string> dtypes = {"auto", "float32", "bfloat16", "float16"};
-
+void CommonFlags::AddTo(OptionParser& parser) {
   parser.Group("Model");
   parser.Add("--model,MODEL_DIR", &model, "Directory of the model, in Hugging Face's format");
   parser.Add("--served-model-name", &served_model_name,
              "Name in requests; default: the last part of the model's path");
+  parser.Group("Log");
+  parser.AddChoice("--log-level", &log_level, {"debug", "info", "warn", "error"},
+                   "What is written to standard error");
+}
+
+std::string CommonFlags::ServedModelName() const {
+  if (!served_model_name.empty()) return served_model_name;
+  std::string_view path = model;
+  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
+  return std::string(path.substr(path.rfind('/') + 1));
+}
+
+void GroupFlags::AddTo(OptionParser& parser) {
+  const std::vector<std::string> dtypes = {"auto", "float32", "bfloat16", "float16"};
+  CommonFlags::AddTo(parser);
+
+  parser.Group("Precision and length");
   parser.AddChoice("--dtype", &dtype, dtypes, "Of the weights; auto: as stored");
   parser.Add("--max-model-len", &max_model_len,
              "Tokens of prompt and completion together: a number, with k, K, m or M behind it, or "
@@ -128,13 +144,6 @@ std::optional<std::int64_t> GroupFlags::MaxModelLen() const {
   const auto parsed = ParseModelLen(max_model_len);
   CHECK(parsed.ok());
   return *parsed;
-}
-
-std::string GroupFlags::ServedModelName() const {
-  if (!served_model_name.empty()) return served_model_name;
-  std::string_view path = model;
-  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
-  return std::string(path.substr(path.rfind('/') + 1));
 }
 
 std::vector<std::string> GroupFlags::Arguments(const OptionParser& parser) {

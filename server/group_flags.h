@@ -13,13 +13,23 @@
 
 namespace weft {
 
+// What every program of a cluster wants to know.
+struct CommonFlags {
+  std::string model;
+  std::string served_model_name;
+  std::string log_level = "info";
+
+  // Adds every flag; `this` must outlive `parser`.
+  void AddTo(OptionParser& parser);
+
+  // The name requests may give: served_model_name, else the last part of `model`.
+  std::string ServedModelName() const;
+};
+
 // What makes a group: the model, its layout, and the engine's limits. One table for weft-worker,
 // which acts on it, and for `weft serve` and `weft generate`, which pass it on. Names are vLLM's
 // where it has them.
-struct GroupFlags {
-  std::string model;
-  std::string served_model_name;  // empty: the last part of `model`; see ServedModelName()
-
+struct GroupFlags : CommonFlags {
   std::int32_t tensor_parallel_size = 1;
   std::int32_t decode_context_parallel_size = 1;
   std::int32_t prefill_context_parallel_size = 1;  // only 1 passes Check()
@@ -42,7 +52,7 @@ struct GroupFlags {
   absl::Duration stall_timeout = absl::Seconds(3);
   std::int32_t force_preemption_every = 0;  // for tests; 0: never
 
-  // Adds every flag; `this` must outlive `parser`.
+  // Adds every flag, CommonFlags' too; `this` must outlive `parser`.
   void AddTo(OptionParser& parser);
 
   // INVALID_ARGUMENT for what no group can be, as far as it shows without reading the model.
@@ -50,9 +60,6 @@ struct GroupFlags {
 
   // max_model_len as a number; nothing for "auto". Good after Check().
   std::optional<std::int64_t> MaxModelLen() const;
-
-  // The name requests may give.
-  std::string ServedModelName() const;
 
   // After parser.Parse(): the arguments that set the same in a weft-worker.
   static std::vector<std::string> Arguments(const OptionParser& parser);
