@@ -21,6 +21,8 @@ using ReadyFields = std::map<std::string, std::string>;
 // A thread of its own beats every 250 ms as long as the health check returns true, and ends the
 // process at once with kExitSupervisorGone when the supervisor's end of the socket closes.
 //
+// Destroy it last: a process without it is silent again, however healthy its end is.
+//
 // Thread-safe. One per process: the constructor takes WEFT_SUPERVISOR_FD out of the environment.
 class SupervisorLink {
  public:
