@@ -94,14 +94,17 @@ struct EngineStats {
 // again, unless nothing else is left. A single sequence always fits: Add() refuses what could not.
 class Engine {
  public:
-  // INVALID_ARGUMENT when no sequence of max_model_len fits num_blocks.
+  // INVALID_ARGUMENT when a sequence of max_model_len does not fit num_blocks, or for an option out
+  // of range.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options);
   virtual ~Engine() = default;
 
   // Queues a request. INVALID_ARGUMENT, saying what was seen and what is allowed: an empty prompt,
-  // a token id outside the vocabulary, prompt + 1 > max_model_len, max_tokens < 1.
+  // a token id outside the vocabulary, prompt + 1 > max_model_len, max_tokens < 1, sampling
+  // parameters that ValidateSampling() refuses.
   // RESOURCE_EXHAUSTED when max_num_waiting are queued. ALREADY_EXISTS for an id in use.
-  // Generation ends with kLength at max_tokens or at max_model_len.
+  // Generation ends with kLength at max_tokens or at max_model_len. A request whose resumed tokens
+  // end it is finished at once: its event is there already.
   virtual absl::Status Add(EngineRequest request, absl::Time now) = 0;
 
   // Ends a request with kAborted (its event comes from the next Step()); unknown ids are ignored.
@@ -110,6 +113,7 @@ class Engine {
   // Takes the results of the oldest step in flight (one at most), then plans the next step if one
   // may start: at most 1 step in flight, 2 with async_scheduling. Returns the plan, valid until the
   // next call, or null when there is nothing to run now. Plans come with consecutive step numbers.
+  // With async_scheduling call it again, without a result, as soon as a plan is on its way.
   virtual const StepPlan* Step(absl::Time now, std::optional<StepResult> result) = 0;
 
   // News since the last call, in order. Clears it; the span is valid until the next call of any
@@ -118,8 +122,8 @@ class Engine {
 
   // The earliest deadline among requests; InfiniteFuture without one.
   virtual absl::Time NextDeadline() const = 0;
-  // True when Step() would have something to do without news: waiting or running requests and no
-  // step in flight.
+  // True when the owner should go on without news: no step in flight, and waiting or running
+  // requests (Step() then plans or ends some) or events that nobody took.
   virtual bool HasWork() const = 0;
   virtual EngineStats Stats() const = 0;
 };

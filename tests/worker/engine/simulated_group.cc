@@ -1,0 +1,164 @@
+#include "tests/worker/engine/simulated_group.h"
+
+#include <algorithm>
+#include <set>
+
+#include "gtest/gtest.h"
+
+namespace weft {
+
+PlanLimits LimitsOf(const EngineOptions& options) {
+  return {.max_num_seqs = options.max_num_seqs,
+          .max_num_batched_tokens = options.max_num_batched_tokens,
+          .max_blocks_per_seq = static_cast<std::int32_t>(
+              (options.max_model_len + options.block_size - 1) / options.block_size),
+          .num_blocks = options.num_blocks,
+          .vocab_size = options.vocab_size,
+          .max_model_len = options.max_model_len};
+}
+
+std::int32_t SimulatedModel::NextToken(std::uint64_t seed,
+                                       absl::Span<const std::int32_t> tokens) const {
+  std::uint64_t hash = seed * 0x9e3779b97f4a7c15 + 1;
+  for (std::int32_t token : tokens) hash = (hash ^ (token + 1)) * 0xff51afd7ed558ccd + 0x2545f491;
+  hash ^= hash >> 33;
+  hash *= 0xc4ceb9fe1a85ec53;
+  hash ^= hash >> 29;
+  if (nan_one_in > 0 && (hash >> 40) % nan_one_in == 0) return -1;
+  return static_cast<std::int32_t>(hash % vocab_size);
+}
+
+absl::Span<const std::int32_t> Oracle::Tokens(std::uint64_t seed, std::size_t length) {
+  std::vector<std::int32_t>& tokens = tokens_.at(seed);
+  while (tokens.size() < length) tokens.push_back(std::max(model_.NextToken(seed, tokens), 0));
+  return absl::MakeConstSpan(tokens).first(length);
+}
+
+SimulatedGroup::SimulatedGroup(const EngineOptions& options, const SimulatedModel& model,
+                               Oracle& oracle)
+    : options_(options),
+      model_(model),
+      oracle_(oracle),
+      slots_(options.max_num_seqs),
+      memory_(std::size_t{static_cast<std::uint32_t>(options.num_blocks)} * options.block_size) {}
+
+StepResult SimulatedGroup::Execute() {
+  // As a follower gets it: through the wire format, with the tokens of the step before.
+  std::vector<std::byte> message;
+  EncodeStep(previous_tokens_, queue_.front(), message);
+  queue_.pop_front();
+  std::vector<std::int32_t> previous_tokens;
+  StepPlan plan;
+  const absl::Status status = DecodeStep(message, LimitsOf(options_), previous_tokens, plan);
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(plan.step, last_step_ + 1);
+  last_step_ = plan.step;
+  CheckShape(plan);
+  ApplyDeltas(plan);
+
+  for (std::int32_t& token : plan.token_ids) {
+    if (token >= 0) continue;
+    ++num_references_;
+    token = std::max(previous_tokens[~token], 0);
+  }
+  sampled_tokens_.clear();
+  std::size_t first_row = 0;
+  for (const PlanSequence& sequence : plan.sequences) {
+    RunSequence(sequence,
+                absl::MakeConstSpan(plan.token_ids).subspan(first_row, sequence.num_rows));
+    first_row += sequence.num_rows;
+  }
+  EXPECT_EQ(static_cast<std::int32_t>(sampled_tokens_.size()), plan.num_sampled_rows());
+  previous_tokens_ = sampled_tokens_;
+  return {.step = plan.step, .token_ids = sampled_tokens_};
+}
+
+void SimulatedGroup::CheckShape(const StepPlan& plan) {
+  EXPECT_GT(plan.num_rows(), 0) << "an empty plan";
+  std::set<std::int32_t> slots;
+  for (const PlanSequence& sequence : plan.sequences) {
+    EXPECT_TRUE(slots.insert(sequence.slot).second) << "slot " << sequence.slot << " twice";
+    EXPECT_LE(sequence.num_sampled, 1);
+  }
+  std::set<std::int32_t> delta_slots;
+  for (const BlockTableDelta& delta : plan.table_deltas) {
+    EXPECT_TRUE(delta_slots.insert(delta.slot).second) << "two deltas of slot " << delta.slot;
+    EXPECT_TRUE(slots.contains(delta.slot)) << "a delta without rows";
+  }
+}
+
+void SimulatedGroup::ApplyDeltas(const StepPlan& plan) {
+  for (const SamplingDelta& delta : plan.sampling_deltas) {
+    slots_[delta.slot].sampling = delta.params;
+    slots_[delta.slot].next_position = 0;  // the slot was taken over
+  }
+  std::size_t first_block = 0;
+  for (const BlockTableDelta& delta : plan.table_deltas) {
+    Slot& slot = slots_[delta.slot];
+    if (slot.next_position == 0) slot.table.clear();
+    EXPECT_EQ(delta.first_index, static_cast<std::int32_t>(slot.table.size()));
+    for (std::int32_t i = 0; i < delta.num_blocks; ++i) {
+      slot.table.push_back(plan.delta_blocks[first_block++]);
+    }
+  }
+  // No block belongs to two sequences of the step.
+  std::set<std::int32_t> blocks;
+  for (const PlanSequence& sequence : plan.sequences) {
+    for (std::int32_t block : slots_[sequence.slot].table) {
+      EXPECT_TRUE(blocks.insert(block).second) << "block " << block << " has two owners";
+    }
+  }
+}
+
+void SimulatedGroup::RunSequence(const PlanSequence& sequence,
+                                 absl::Span<const std::int32_t> tokens) {
+  Slot& slot = slots_[sequence.slot];
+  EXPECT_EQ(sequence.first_position, slot.next_position) << "slot " << sequence.slot;
+  const std::int64_t end = sequence.first_position + sequence.num_rows;
+  ASSERT_LE(end, static_cast<std::int64_t>(slot.table.size()) * options_.block_size);
+  for (std::int32_t row = 0; row < sequence.num_rows; ++row) {
+    const std::int64_t position = sequence.first_position + row;
+    CellOf(slot, position) = {
+        .written = true, .seed = slot.sampling.seed, .position = position, .token = tokens[row]};
+  }
+  slot.next_position = end;
+  for (std::int32_t row = 0; row < sequence.num_rows; ++row) {
+    const bool good = ReadContext(slot, sequence.first_position + row);
+    if (row >= sequence.num_rows - sequence.num_sampled) {
+      sampled_tokens_.push_back(good ? model_.NextToken(slot.sampling.seed, context_) : 0);
+    }
+  }
+}
+
+// Sets context_ to what a row at `position` sees; false if that is not its sequence's prefix.
+bool SimulatedGroup::ReadContext(const Slot& slot, std::int64_t position) {
+  context_.clear();
+  const std::uint64_t seed = slot.sampling.seed;
+  if (!oracle_.Knows(seed)) {
+    ADD_FAILURE() << "a row of an unknown sequence";
+    return false;
+  }
+  for (std::int64_t p = 0; p <= position; ++p) {
+    const Cell& cell = CellOf(slot, p);
+    if (!cell.written || cell.seed != seed || cell.position != p) {
+      ADD_FAILURE() << "position " << p << " of sequence " << seed << " holds position "
+                    << cell.position << " of sequence " << cell.seed;
+      return false;
+    }
+    context_.push_back(cell.token);
+  }
+  const absl::Span<const std::int32_t> truth = oracle_.Tokens(seed, context_.size());
+  if (!std::equal(truth.begin(), truth.end(), context_.begin())) {
+    ADD_FAILURE() << "the context of sequence " << seed << " at position " << position
+                  << " is not its prefix";
+    return false;
+  }
+  return true;
+}
+
+SimulatedGroup::Cell& SimulatedGroup::CellOf(const Slot& slot, std::int64_t position) {
+  const std::int64_t block = slot.table[position / options_.block_size];
+  return memory_[block * options_.block_size + position % options_.block_size];
+}
+
+}  // namespace weft

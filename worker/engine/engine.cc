@@ -1,0 +1,262 @@
+#include "worker/engine/engine.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <string_view>
+#include <utility>
+
+#include "absl/container/btree_set.h"
+#include "absl/container/flat_hash_map.h"
+#include "fmt/format.h"
+#include "server/base/check.h"
+#include "server/base/status_macros.h"
+#include "worker/engine/scheduler.h"
+#include "worker/engine/sequence.h"
+
+namespace weft {
+namespace {
+
+absl::Status CheckTokens(std::string_view what, absl::Span<const std::int32_t> token_ids,
+                         std::int32_t vocab_size) {
+  for (std::size_t i = 0; i < token_ids.size(); ++i) {
+    if (token_ids[i] < 0 || token_ids[i] >= vocab_size) {
+      return absl::InvalidArgumentError(
+          fmt::format("{}[{}] is {}; allowed is 0 to {}", what, i, token_ids[i], vocab_size - 1));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckRequest(const EngineRequest& request, const EngineOptions& options) {
+  if (request.prompt_token_ids.empty()) {
+    return absl::InvalidArgumentError("the prompt is empty; at least one token is needed");
+  }
+  RETURN_IF_ERROR(CheckTokens("prompt_token_ids", request.prompt_token_ids, options.vocab_size));
+  RETURN_IF_ERROR(CheckTokens("resume_token_ids", request.resume_token_ids, options.vocab_size));
+  const auto num_prompt_tokens = static_cast<std::int64_t>(request.prompt_token_ids.size());
+  if (num_prompt_tokens + 1 > options.max_model_len) {
+    return absl::InvalidArgumentError(
+        fmt::format("the prompt has {} tokens; max_model_len {} allows {} and one to generate",
+                    num_prompt_tokens, options.max_model_len, options.max_model_len - 1));
+  }
+  if (request.max_tokens < 1) {
+    return absl::InvalidArgumentError(
+        fmt::format("max_tokens is {}; allowed is 1 and above", request.max_tokens));
+  }
+  return ValidateSampling(request.sampling);
+}
+
+absl::Status CheckOptions(const EngineOptions& options) {
+  struct Limit {
+    std::string_view name;
+    std::int64_t seen, min;
+  };
+  const Limit limits[] = {{"block_size", options.block_size, 1},
+                          {"num_blocks", options.num_blocks, 1},
+                          {"max_model_len", options.max_model_len, 2},
+                          {"max_num_seqs", options.max_num_seqs, 1},
+                          {"max_num_batched_tokens", options.max_num_batched_tokens, 1},
+                          {"max_num_waiting", options.max_num_waiting, 1},
+                          {"vocab_size", options.vocab_size, 1},
+                          {"force_preemption_every", options.force_preemption_every, 0}};
+  for (const Limit& limit : limits) {
+    if (limit.seen < limit.min) {
+      return absl::InvalidArgumentError(
+          fmt::format("{} is {}; allowed is {} and above", limit.name, limit.seen, limit.min));
+    }
+  }
+  const std::int64_t capacity = std::int64_t{options.num_blocks} * options.block_size;
+  if (options.max_model_len > capacity) {
+    return absl::InvalidArgumentError(
+        fmt::format("max_model_len is {}; {} blocks of {} tokens hold one sequence of at most {}",
+                    options.max_model_len, options.num_blocks, options.block_size, capacity));
+  }
+  return absl::OkStatus();
+}
+
+class EngineImpl final : public Engine {
+ public:
+  explicit EngineImpl(const EngineOptions& options) : options_(options), scheduler_(options) {}
+
+  absl::Status Add(EngineRequest request, absl::Time now) override;
+  void Cancel(RequestId id) override { cancelled_.push_back(id); }
+  const StepPlan* Step(absl::Time now, std::optional<StepResult> result) override;
+  absl::Span<const TokenEvent> TakeEvents() override;
+  absl::Time NextDeadline() const override;
+  bool HasWork() const override {
+    return num_in_flight_ == 0 && (!requests_.empty() || !events_.empty());
+  }
+  EngineStats Stats() const override;
+
+ private:
+  // Names a sequence that may be gone when its token arrives.
+  struct SampledRow {
+    RequestId id;
+    std::uint64_t arrival;
+  };
+  struct StepInFlight {
+    std::uint64_t step = 0;
+    std::vector<SampledRow> rows;
+  };
+
+  void Commit(const StepResult& result);
+  void AcceptToken(Sequence& sequence, std::int32_t token_id);
+  void RemoveCancelledAndExpired(absl::Time now);
+  void Finish(Sequence& sequence, TokenEvent event);
+
+  const EngineOptions options_;
+  Scheduler scheduler_;
+  // Destroyed before the scheduler, whose blocks they hold.
+  absl::flat_hash_map<RequestId, std::unique_ptr<Sequence>> requests_;
+  absl::btree_set<std::pair<absl::Time, RequestId>> deadlines_;  // the finite ones
+  std::vector<RequestId> cancelled_;
+  std::uint64_t num_arrivals_ = 0;
+
+  StepPlan plan_;
+  std::uint64_t last_step_ = 0;
+  std::vector<Sequence*> sampled_;
+  std::array<StepInFlight, 2> in_flight_;  // the oldest first
+  int num_in_flight_ = 0;
+
+  std::vector<TokenEvent> events_;
+  std::vector<TokenEvent> taken_events_;
+  std::uint64_t generation_tokens_ = 0;
+};
+
+absl::Status EngineImpl::Add(EngineRequest request, absl::Time /*now*/) {
+  if (requests_.contains(request.id)) {
+    return absl::AlreadyExistsError(
+        fmt::format("request id {} is in use", static_cast<std::uint64_t>(request.id)));
+  }
+  RETURN_IF_ERROR(CheckRequest(request, options_));
+  if (scheduler_.num_waiting() >= options_.max_num_waiting) {
+    return absl::ResourceExhaustedError(
+        fmt::format("{} requests are waiting; max_num_waiting is {}", scheduler_.num_waiting(),
+                    options_.max_num_waiting));
+  }
+  const std::vector<std::int32_t> resumed = std::move(request.resume_token_ids);
+  auto sequence =
+      std::make_unique<Sequence>(std::move(request), ++num_arrivals_, options_.max_model_len);
+  for (std::int32_t token_id : resumed) {
+    const FinishReason reason = sequence->Append(token_id);
+    if (reason != FinishReason::kNone) {
+      events_.push_back({.id = sequence->id, .finish = reason});
+      return absl::OkStatus();
+    }
+  }
+  if (sequence->deadline != absl::InfiniteFuture()) {
+    deadlines_.insert({sequence->deadline, sequence->id});
+  }
+  scheduler_.Enqueue(*sequence);
+  requests_.emplace(sequence->id, std::move(sequence));
+  return absl::OkStatus();
+}
+
+const StepPlan* EngineImpl::Step(absl::Time now, std::optional<StepResult> result) {
+  if (result.has_value()) Commit(*result);
+  RemoveCancelledAndExpired(now);
+  if (num_in_flight_ >= (options_.async_scheduling ? 2 : 1)) return nullptr;
+
+  plan_.Clear();
+  plan_.step = last_step_ + 1;
+  sampled_.clear();
+  scheduler_.Plan(plan_, sampled_);
+  if (plan_.sequences.empty()) return nullptr;
+
+  last_step_ = plan_.step;
+  StepInFlight& step = in_flight_[num_in_flight_++];
+  step.step = plan_.step;
+  step.rows.clear();
+  for (const Sequence* sequence : sampled_) {
+    step.rows.push_back({.id = sequence->id, .arrival = sequence->key.arrival});
+  }
+  return &plan_;
+}
+
+void EngineImpl::Commit(const StepResult& result) {
+  CHECK_MSG(num_in_flight_ > 0, "a result without a step in flight");
+  std::swap(in_flight_[0], in_flight_[1]);
+  --num_in_flight_;
+  const StepInFlight& step = in_flight_[1];  // out of flight now; its rows are still there
+  CHECK_MSG(result.step == step.step, "results come in the order of the plans");
+  CHECK_MSG(result.token_ids.size() == step.rows.size(), "a result has a token per sampled row");
+  for (std::size_t i = 0; i < step.rows.size(); ++i) {
+    const auto it = requests_.find(step.rows[i].id);
+    // One that has ended meanwhile: its row was planned before that was known.
+    if (it == requests_.end() || it->second->key.arrival != step.rows[i].arrival) continue;
+    AcceptToken(*it->second, result.token_ids[i]);
+  }
+}
+
+void EngineImpl::AcceptToken(Sequence& sequence, std::int32_t token_id) {
+  --sequence.num_pending;
+  TokenEvent event{.id = sequence.id, .num_preemptions = sequence.num_preemptions};
+  if (token_id < 0) {
+    event.finish = FinishReason::kError;
+    event.error = absl::InternalError("the model's output was not a number");
+    Finish(sequence, std::move(event));
+    return;
+  }
+  CHECK(token_id < options_.vocab_size);
+  ++generation_tokens_;
+  event.token_id = token_id;
+  event.finish = sequence.Append(token_id);
+  if (event.finish == FinishReason::kNone) {
+    events_.push_back(std::move(event));
+  } else {
+    Finish(sequence, std::move(event));
+  }
+}
+
+void EngineImpl::RemoveCancelledAndExpired(absl::Time now) {
+  for (RequestId id : cancelled_) {
+    const auto it = requests_.find(id);
+    if (it == requests_.end()) continue;
+    Finish(*it->second, {.id = id,
+                         .finish = FinishReason::kAborted,
+                         .num_preemptions = it->second->num_preemptions});
+  }
+  cancelled_.clear();
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    Sequence& sequence = *requests_.at(deadlines_.begin()->second);
+    Finish(sequence, {.id = sequence.id,
+                      .finish = FinishReason::kDeadline,
+                      .num_preemptions = sequence.num_preemptions});
+  }
+}
+
+void EngineImpl::Finish(Sequence& sequence, TokenEvent event) {
+  const RequestId id = sequence.id;
+  events_.push_back(std::move(event));
+  scheduler_.Remove(sequence);
+  deadlines_.erase({sequence.deadline, id});
+  requests_.erase(id);
+}
+
+absl::Span<const TokenEvent> EngineImpl::TakeEvents() {
+  taken_events_.clear();
+  std::swap(events_, taken_events_);
+  return taken_events_;
+}
+
+absl::Time EngineImpl::NextDeadline() const {
+  return deadlines_.empty() ? absl::InfiniteFuture() : deadlines_.begin()->first;
+}
+
+EngineStats EngineImpl::Stats() const {
+  EngineStats stats;
+  scheduler_.FillStats(stats);
+  stats.generation_tokens = generation_tokens_;
+  stats.steps = last_step_;
+  return stats;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
+  RETURN_IF_ERROR(CheckOptions(options));
+  return std::make_unique<EngineImpl>(options);
+}
+
+}  // namespace weft

@@ -1,0 +1,226 @@
+#include "worker/engine/scheduler.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "server/base/check.h"
+
+namespace weft {
+
+Scheduler::Scheduler(const EngineOptions& options)
+    : options_(options), blocks_(options.num_blocks) {
+  for (std::int32_t slot = options.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
+  running_.reserve(options.max_num_seqs);
+  decodes_.reserve(options.max_num_seqs);
+  prefills_.reserve(options.max_num_seqs);
+}
+
+void Scheduler::Enqueue(Sequence& sequence) { waiting_.insert(&sequence); }
+
+void Scheduler::Remove(Sequence& sequence) {
+  if (sequence.running) {
+    Release(sequence);
+  } else {
+    waiting_.erase(&sequence);
+  }
+}
+
+void Scheduler::Plan(StepPlan& plan, std::vector<Sequence*>& sampled) {
+  const std::uint64_t step = plan.step;
+  rows_left_ = options_.max_num_batched_tokens;
+  if (options_.force_preemption_every > 0 && step % options_.force_preemption_every == 0) {
+    if (Sequence* victim = PickVictim()) Preempt(*victim);
+  }
+  CollectCandidates();
+  ScheduleDecodes(PrefillFloor(step));
+  SchedulePrefills();
+  ScheduleDecodes(0);  // takes what the prefills left of their floor
+  for (Sequence* sequence : running_) {
+    if (sequence->planned_rows > 0) Write(*sequence, plan, sampled);
+  }
+}
+
+void Scheduler::CollectCandidates() {
+  decodes_.clear();
+  prefills_.clear();
+  for (Sequence* sequence : running_) {
+    if (sequence->ending()) continue;
+    (sequence->num_remaining() == 1 ? decodes_ : prefills_).push_back(sequence);
+  }
+  const auto turn = std::find_if(decodes_.begin(), decodes_.end(), [this](const Sequence* decode) {
+    return decode->key > last_decode_;
+  });
+  std::rotate(decodes_.begin(), turn, decodes_.end());
+}
+
+// Rows that decodes leave to prefills when both want more than there is: a quarter of the budget,
+// on average over steps where that is no whole number.
+std::int32_t Scheduler::PrefillFloor(std::uint64_t step) const {
+  if (prefills_.empty() && (waiting_.empty() || free_slots_.empty())) return 0;
+  return static_cast<std::int32_t>((options_.max_num_batched_tokens + step % 4) / 4);
+}
+
+// A candidate may have been preempted since it was collected, and even admitted again: then it has
+// rows already.
+void Scheduler::ScheduleDecodes(std::int32_t rows_to_leave) {
+  for (Sequence* sequence : decodes_) {
+    if (rows_left_ <= rows_to_leave) return;
+    if (!sequence->running || sequence->planned_rows > 0) continue;
+    if (!MakeRoomForNextRow(*sequence)) continue;
+    sequence->planned_rows = 1;
+    --rows_left_;
+    last_decode_ = sequence->key;
+  }
+}
+
+void Scheduler::SchedulePrefills() {
+  auto next = prefills_.begin();
+  bool admitting = true;
+  while (rows_left_ > 0) {
+    while (next != prefills_.end() && (!(*next)->running || (*next)->planned_rows > 0)) ++next;
+    Sequence* sequence = next != prefills_.end() ? *next : nullptr;
+    if (admitting && !waiting_.empty()) {
+      Sequence* head = *waiting_.begin();
+      if (sequence == nullptr || head->key < sequence->key) {
+        // First come, first served: when the head does not fit, nobody behind it is tried.
+        admitting = Admit(*head);
+        if (!admitting) continue;
+        sequence = head;
+      }
+    }
+    if (sequence == nullptr) return;
+    sequence->planned_rows =
+        static_cast<std::int32_t>(std::min<std::int64_t>(sequence->num_remaining(), rows_left_));
+    rows_left_ -= sequence->planned_rows;
+  }
+}
+
+// Moves a waiting sequence to the running ones with the blocks of all its tokens, so that prefills
+// never run out. Alone it needs no reserve: the engine refused what could not fit by itself.
+bool Scheduler::Admit(Sequence& sequence) {
+  if (free_slots_.empty()) return false;
+  const std::int32_t needed = BlocksFor(sequence.length());
+  const std::int32_t reserve = running_.empty() ? 0 : 1 + options_.num_blocks / 100;
+  if (blocks_.num_free() < needed + reserve) return false;
+
+  waiting_.erase(&sequence);
+  sequence.running = true;
+  sequence.slot = free_slots_.back();
+  free_slots_.pop_back();
+  running_.insert(std::lower_bound(running_.begin(), running_.end(), &sequence, ByKey()),
+                  &sequence);
+  // All it may ever need, so that its decodes allocate nothing.
+  sequence.token_ids.reserve(sequence.max_length);
+  sequence.blocks.reserve(BlocksFor(sequence.max_length));
+  for (std::int32_t i = 0; i < needed; ++i) sequence.blocks.push_back(*blocks_.Allocate());
+  if (sequence.num_preemptions == 0) prompt_tokens_ += sequence.num_prompt_tokens;
+  return true;
+}
+
+// False when the row cannot run in this step: the sequence itself was preempted, or blocks come
+// back by themselves with the step in flight.
+bool Scheduler::MakeRoomForNextRow(Sequence& sequence) {
+  if (BlocksFor(sequence.num_computed + 1) <= static_cast<std::int32_t>(sequence.blocks.size())) {
+    return true;
+  }
+  while (true) {
+    if (std::optional<BlockRef> block = blocks_.Allocate()) {
+      sequence.blocks.push_back(*std::move(block));
+      return true;
+    }
+    for (const Sequence* other : running_) {
+      if (other->ending()) return false;
+    }
+    Sequence* victim = PickVictim();
+    // Whoever needs a block has had a token since it was admitted, so it may be the victim itself.
+    CHECK(victim != nullptr);
+    Preempt(*victim);
+    if (victim == &sequence) return false;
+  }
+}
+
+// The youngest of the least important priority that has made progress. Every preemption costs its
+// victim's last token and no sequence has endless ones: so all requests end.
+Sequence* Scheduler::PickVictim() const {
+  for (auto it = running_.rbegin(); it != running_.rend(); ++it) {
+    if (!(*it)->must_progress && !(*it)->ending()) return *it;
+  }
+  return nullptr;
+}
+
+// Its place in the queue is that of its arrival: the head of its priority, since all that wait came
+// later.
+void Scheduler::Preempt(Sequence& victim) {
+  rows_left_ += victim.planned_rows;
+  Release(victim);
+  victim.must_progress = true;
+  ++victim.num_preemptions;
+  ++num_preemptions_;
+  waiting_.insert(&victim);
+}
+
+void Scheduler::Release(Sequence& sequence) {
+  running_.erase(std::lower_bound(running_.begin(), running_.end(), &sequence, ByKey()));
+  free_slots_.push_back(sequence.slot);
+  sequence.running = false;
+  sequence.blocks.clear();
+  sequence.num_sent_blocks = 0;
+  sequence.sampling_sent = false;
+  sequence.num_computed = 0;
+  sequence.planned_rows = 0;
+}
+
+void Scheduler::Write(Sequence& sequence, StepPlan& plan, std::vector<Sequence*>& sampled) {
+  const std::int32_t slot = sequence.slot;
+  if (!sequence.sampling_sent) {
+    plan.sampling_deltas.push_back({.slot = slot, .params = sequence.sampling});
+    sequence.sampling_sent = true;
+  }
+  const auto num_blocks = static_cast<std::int32_t>(sequence.blocks.size());
+  if (num_blocks > sequence.num_sent_blocks) {
+    plan.table_deltas.push_back({.slot = slot,
+                                 .first_index = sequence.num_sent_blocks,
+                                 .num_blocks = num_blocks - sequence.num_sent_blocks});
+    for (std::int32_t i = sequence.num_sent_blocks; i < num_blocks; ++i) {
+      plan.delta_blocks.push_back(static_cast<std::int32_t>(sequence.blocks[i].id()));
+    }
+    sequence.num_sent_blocks = num_blocks;
+  }
+
+  const std::int32_t num_rows = std::exchange(sequence.planned_rows, 0);
+  const bool samples = num_rows == sequence.num_remaining();
+  plan.sequences.push_back({.slot = slot,
+                            .num_rows = num_rows,
+                            .first_position = sequence.num_computed,
+                            .num_sampled = samples ? 1 : 0});
+  CHECK(sequence.num_pending <= 1);  // pending_index is one of the step before
+  const std::int64_t end = sequence.num_computed + num_rows;
+  const auto num_known = static_cast<std::int64_t>(sequence.token_ids.size());
+  plan.token_ids.insert(plan.token_ids.end(), sequence.token_ids.begin() + sequence.num_computed,
+                        sequence.token_ids.begin() + std::min(end, num_known));
+  if (end > num_known) plan.token_ids.push_back(~sequence.pending_index);
+  sequence.num_computed = end;
+  if (samples) {
+    sequence.pending_index = static_cast<std::int32_t>(sampled.size());
+    sampled.push_back(&sequence);
+    ++sequence.num_pending;
+    sequence.must_progress = false;
+  }
+}
+
+std::int32_t Scheduler::BlocksFor(std::int64_t num_tokens) const {
+  return static_cast<std::int32_t>((num_tokens + options_.block_size - 1) / options_.block_size);
+}
+
+void Scheduler::FillStats(EngineStats& stats) const {
+  stats.num_running = static_cast<std::int32_t>(running_.size());
+  stats.num_waiting = num_waiting();
+  stats.num_blocks = blocks_.num_blocks();
+  stats.num_free_blocks = blocks_.num_free();
+  stats.kv_tokens = 0;
+  for (const Sequence* sequence : running_) stats.kv_tokens += sequence->num_computed;
+  stats.num_preemptions = num_preemptions_;
+  stats.prompt_tokens = prompt_tokens_;
+}
+
+}  // namespace weft

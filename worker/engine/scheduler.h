@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/container/btree_set.h"
+#include "worker/engine/block_manager.h"
+#include "worker/engine/engine.h"
+#include "worker/engine/sequence.h"
+#include "worker/engine/step_plan.h"
+
+namespace weft {
+
+// Who runs in a step, with how many rows, in which slot and blocks. engine.h states the policy.
+//
+// A plan is made in two parts: first rows and blocks are decided, and a decision can be taken back
+// by a preemption; then what stands is written down. So nothing is ever planned for a sequence that
+// lost its blocks, and no block has two owners in a plan.
+//
+// One thread; owns no sequence. A sequence given to Enqueue() stays alive until Remove().
+class Scheduler {
+ public:
+  explicit Scheduler(const EngineOptions& options);
+
+  void Enqueue(Sequence& sequence);
+  // Leaves the queue, or gives back slot and blocks.
+  void Remove(Sequence& sequence);
+
+  // Fills `plan` for step plan.step and `sampled` with the sequences of its sampled rows, in
+  // order. Leaves both empty when nothing can run. At most one step may be in flight, the one
+  // before.
+  void Plan(StepPlan& plan, std::vector<Sequence*>& sampled);
+
+  std::int32_t num_waiting() const { return static_cast<std::int32_t>(waiting_.size()); }
+  // Sets what the scheduler knows of it.
+  void FillStats(EngineStats& stats) const;
+
+ private:
+  struct ByKey {
+    bool operator()(const Sequence* a, const Sequence* b) const { return a->key < b->key; }
+  };
+
+  void CollectCandidates();
+  std::int32_t PrefillFloor(std::uint64_t step) const;
+  void ScheduleDecodes(std::int32_t rows_to_leave);
+  void SchedulePrefills();
+  bool Admit(Sequence& sequence);
+  bool MakeRoomForNextRow(Sequence& sequence);
+  Sequence* PickVictim() const;
+  void Preempt(Sequence& victim);
+  void Write(Sequence& sequence, StepPlan& plan, std::vector<Sequence*>& sampled);
+  std::int32_t BlocksFor(std::int64_t num_tokens) const;
+  void Release(Sequence& sequence);
+
+  const EngineOptions options_;
+  BlockManager blocks_;
+  std::vector<std::int32_t> free_slots_;
+  std::vector<Sequence*> running_;  // sorted by key
+  absl::btree_set<Sequence*, ByKey> waiting_;
+  QueueKey last_decode_;  // whose turn was last, when decodes do not all fit into a step
+  std::uint64_t num_preemptions_ = 0;
+  std::uint64_t prompt_tokens_ = 0;
+
+  // Of the plan being made.
+  std::int32_t rows_left_ = 0;
+  std::vector<Sequence*> decodes_;   // from the one whose turn it is
+  std::vector<Sequence*> prefills_;  // by key
+};
+
+}  // namespace weft

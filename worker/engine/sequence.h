@@ -1,0 +1,61 @@
+#pragma once
+
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "worker/engine/block_manager.h"
+#include "worker/engine/engine.h"
+#include "worker/engine/step_plan.h"
+
+namespace weft {
+
+// The order in which requests get what there is.
+struct QueueKey {
+  std::int32_t priority = 0;
+  std::uint64_t arrival = 0;  // grows with each request: no two keys are equal
+  friend auto operator<=>(const QueueKey&, const QueueKey&) = default;
+};
+
+// A request inside the engine. The first half is what was asked and what came of it; the second is
+// the scheduler's.
+struct Sequence {
+  Sequence(EngineRequest request, std::uint64_t arrival, std::int64_t max_model_len);
+
+  // Appends an output token; the reason if the sequence ends with it.
+  FinishReason Append(std::int32_t token_id);
+
+  RequestId id;
+  QueueKey key;
+  std::vector<std::int32_t> token_ids;  // the prompt, then the output
+  std::size_t num_prompt_tokens;
+  std::int64_t max_length;  // tokens at which it ends with kLength
+  std::vector<std::int32_t> stop_token_ids;
+  std::vector<std::int32_t> eos_token_ids;  // empty with ignore_eos
+  SamplingParams sampling;
+  absl::Time deadline;
+  std::int32_t num_preemptions = 0;
+
+  // Tokens it has or is about to get from the step in flight.
+  std::int64_t length() const { return static_cast<std::int64_t>(token_ids.size()) + num_pending; }
+  // Rows to run before the next token can be sampled; 1 is a decode.
+  std::int64_t num_remaining() const { return length() - num_computed; }
+  // The step in flight brings its last token: no more rows.
+  bool ending() const { return length() >= max_length; }
+
+  bool running = false;              // else waiting, and what is below is at its defaults
+  std::int32_t slot = 0;             // while running
+  std::vector<BlockRef> blocks;      // in order of position
+  std::int32_t num_sent_blocks = 0;  // of `blocks`, that the ranks know of
+  bool sampling_sent = false;
+  std::int64_t num_computed = 0;  // positions whose rows were in a plan
+  std::int32_t planned_rows = 0;  // in the plan being made
+
+  std::int32_t num_pending = 0;    // tokens that steps in flight will bring; also while waiting
+  std::int32_t pending_index = 0;  // of the last of them, among the sampled rows of its step
+  bool must_progress = false;      // preempted, and no row was sampled since
+};
+
+}  // namespace weft
