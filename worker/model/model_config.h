@@ -27,7 +27,9 @@ struct RopeConfig {
   double mscale = 0.0;
   double mscale_all_dim = 0.0;
   bool truncate = true;
-  std::int64_t original_max_position_embeddings = 0;
+  std::int64_t original_max_position_embeddings = 0;  // llama3, yarn
+
+  friend bool operator==(const RopeConfig&, const RopeConfig&) = default;
 };
 
 // What a model's config.json says, checked: every value is in range and every key that would change
@@ -49,8 +51,8 @@ struct ModelConfig {
   bool tie_word_embeddings = false;
   DType dtype = DType::kFloat32;  // of the checkpoint: `dtype` or `torch_dtype`
   std::optional<std::int32_t> bos_token_id;
-  std::vector<std::int32_t>
-      eos_token_ids;  // generation_config.json's when it has them, else config.json's
+  // Those of generation_config.json when it has any, else those of config.json.
+  std::vector<std::int32_t> eos_token_ids;
 };
 
 // Reads MODEL_DIR/config.json and generation_config.json. NOT_FOUND when there is no config.json;

@@ -1,0 +1,63 @@
+#include <cstdlib>
+#include <fstream>
+#include <string>
+
+#include "fmt/format.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "server/base/status_macros.h"
+#include "tests/golden.h"
+#include "tests/temp_dir.h"
+#include "worker/model/checkpoint_check.h"
+#include "worker/model/model_config.h"
+#include "worker/model/safetensors.h"
+
+namespace weft {
+namespace {
+
+// All that a worker checks before it packs a weight.
+absl::Status Load(const std::filesystem::path& dir) {
+  ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(dir));
+  ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open(dir));
+  RETURN_IF_ERROR(CheckLlamaTensors(config, *checkpoint));
+  return checkpoint->Vector("model.norm.weight", config.hidden_size, 0, config.hidden_size)
+      .status();
+}
+
+class BrokenCheckpointTest : public testing::TestWithParam<const char*> {};
+
+// tests/data/break_checkpoint.py writes the variants and says of each what must happen.
+TEST_P(BrokenCheckpointTest, EachVariantIsAsItsIndexSays) {
+  WEFT_GOLDEN_OR_SKIP(good, GetParam());
+  WEFT_GOLDEN_OR_SKIP(script, "break_checkpoint.py");
+  const TempDir out;
+  const std::string command = fmt::format("python3 '{}' '{}' '{}' > /dev/null", script.string(),
+                                          good.string(), out.path().string());
+  ASSERT_EQ(std::system(command.c_str()), 0) << command;
+
+  std::ifstream in(out.path() / "index.json");
+  const auto index = nlohmann::json::parse(in);
+  ASSERT_GE(index.size(), 50u);
+  for (const auto& [name, variant] : index.items()) {
+    SCOPED_TRACE(fmt::format("{}: {}", name, variant.at("what").get<std::string>()));
+    const auto mentions = variant.at("mentions").get<std::string>();
+    const absl::Status status = Load(out.path() / name);
+    // The tokenizer is the router's.
+    if (mentions == "tokenizer.json" || variant.at("expect") == "load") {
+      EXPECT_TRUE(status.ok()) << status;
+    } else if (variant.at("expect") == "either" && status.ok()) {
+      // A weight that is not finite: packing the weights finds it.
+      EXPECT_EQ(name, "nan_weight");
+    } else {
+      EXPECT_FALSE(status.ok());
+      EXPECT_THAT(std::string(status.message()), testing::HasSubstr(mentions));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Committed, BrokenCheckpointTest,
+                         testing::Values("llama_gqa", "llama3_rope"));
+
+}  // namespace
+}  // namespace weft
