@@ -35,7 +35,7 @@ class Tokenizer {
   absl::StatusOr<std::vector<std::int32_t>> Encode(std::string_view text,
                                                    bool add_special_tokens) const;
 
-  static constexpr std::int64_t kMaxTextBytes = std::int64_t{1} << 30;
+  static constexpr std::int64_t kMaxTextBytes = std::int64_t{64} << 20;
 
   // One more than the largest id. A model's vocabulary may be larger (padding), never smaller.
   std::int32_t vocab_size() const;
