@@ -28,8 +28,12 @@ struct CollectiveCounters {
 //
 // Sums are taken in rank order, whatever arrives first: the same bits on every rank and in every
 // run. Errors: UNAVAILABLE when a peer died or nothing arrived for `stall_timeout`, ABORTED after
-// Abort(); after an error the communicator and its group are done. INVALID_ARGUMENT for sizes over
-// max_bytes. Allocates nothing after construction.
+// Abort(), INTERNAL when ranks disagree about the call (the message names both). After one of these
+// every later call fails the same way, the group is done, and the buffers of the failed call must
+// outlive the fabric. INVALID_ARGUMENT for sizes over max_bytes and UNIMPLEMENTED for sums of other
+// types than fp32, with nothing sent. Allocates nothing after construction.
+//
+// `in` and `out` may overlap only where a method says so. A call with 0 bytes is a barrier.
 //
 // Threading: the rank's executor thread; Abort() from any thread.
 class Communicator {

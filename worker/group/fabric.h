@@ -20,6 +20,13 @@ enum class PeerId : std::uint32_t {};
 enum class Channel : std::uint8_t { kControl, kPlan, kCollective, kKv };
 inline constexpr int kNumChannels = 4;
 
+// The longest message a Send() takes.
+inline constexpr std::int64_t kMaxMessageBytes = std::int64_t{1} << 30;
+inline constexpr std::size_t kMaxSpans = 16;
+// Messages up to this long travel as one frame; longer ones are split and put together again
+// before their handler runs, which costs one more copy.
+inline constexpr std::int64_t kWholeMessageBytes = 8000;
+
 // Payload bytes a fabric has moved, self-sends not counted.
 struct FabricCounters {
   std::uint64_t sent_bytes = 0;
@@ -38,8 +45,9 @@ struct FabricCounters {
 // in flight without calling completions.
 class Fabric {
  public:
-  // `payload` is valid during the call only, 8-byte aligned. `peer` is who sent it, as named by
-  // the sender's `self_tag` (see Connect). Handlers may call Send().
+  // `payload` is valid during the call only, 8-byte aligned. `from_tag` is who sent it, as named
+  // by the sender's `self_tag` (see Connect). Handlers may call Send(), not Progress() or Wait().
+  // Messages of a channel without a handler are dropped.
   using Handler = std::function<void(std::uint32_t from_tag, absl::Span<const std::byte> payload)>;
   // Told once per Send(): OK when the spans may be reused, UNAVAILABLE when the peer died.
   using Done = std::function<void(const absl::Status&)>;
@@ -57,8 +65,10 @@ class Fabric {
   // Installs the handler of `channel`. Call once per channel, before the first Progress().
   virtual void Receive(Channel channel, Handler handler) = 0;
 
-  // Sends the concatenation of `spans` (1..16 of them) as one message of at most 1 GiB. `done`
-  // may be null; it may run inside Send() or in a later Progress().
+  // Sends the concatenation of `spans` (1..kMaxSpans of them) as one message. `done` may
+  // be null; it may run inside Send() or in a later Progress(). Returns INVALID_ARGUMENT, with
+  // nothing sent and `done` not called, for a message that is too long or has too many spans; a
+  // dead peer is reported through `done`.
   virtual absl::Status Send(PeerId peer, Channel channel,
                             absl::Span<const absl::Span<const std::byte>> spans, Done done) = 0;
 
@@ -68,8 +78,9 @@ class Fabric {
   // Drives sends, receives and the detection of dead peers; true if anything happened.
   virtual bool Progress() = 0;
 
-  // Returns when Progress() may have something to do, Wake() was called, or `timeout` has passed:
-  // spins for a bounded time first, then sleeps. May return early.
+  // Returns when something happened, Wake() was called, or `timeout` has passed. Makes progress
+  // itself (handlers and completions may run): spins for a bounded time first, then gives the core
+  // away, then sleeps. May return early.
   virtual void Wait(absl::Duration timeout) = 0;
 
   // Ends a Wait() of the owning thread, now or the next one. Any thread.
@@ -78,7 +89,9 @@ class Fabric {
   virtual FabricCounters Counters() const = 0;
 };
 
-// Threads of one process, for tests and the simulator. Addresses are valid in this process.
+// Threads of one process, for tests and the simulator. Addresses are valid in this process. A peer
+// is dead once its fabric is destroyed; what it had sent until then still arrives. Allocates
+// nothing once its pools have grown to what is in flight.
 std::unique_ptr<Fabric> MakeLocalFabric(std::string_view name);
 
 // UNAVAILABLE when UCX finds no usable transport; the message has what UCX said.

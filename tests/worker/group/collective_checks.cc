@@ -1,0 +1,169 @@
+#include "tests/worker/group/collective_checks.h"
+
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "fmt/format.h"
+#include "server/base/status_macros.h"
+
+namespace weft {
+namespace {
+
+constexpr std::int64_t kMaxBytes = 4 << 20;
+
+enum class Op { kAllReduce, kAllGather, kReduceScatter, kAllToAll, kGather };
+constexpr const char* kOpNames[] = {"AllReduceSum", "AllGather", "ReduceScatterSum", "AllToAll",
+                                    "Gather"};
+
+// What rank `r` puts into call number `call`, known to all. Magnitudes differ so much that the
+// order of a sum shows in its bits.
+float Value(std::uint64_t seed, int call, int rank, std::int64_t i) {
+  std::uint64_t x = seed + 1000003ULL * static_cast<std::uint64_t>(call) +
+                    7919ULL * static_cast<std::uint64_t>(rank) + static_cast<std::uint64_t>(i);
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
+  x ^= x >> 31;
+  const float unit = static_cast<float>(static_cast<std::int32_t>(x)) * 0x1p-31F;
+  return (x >> 40) % 4 == 0 ? unit * 1e6F : unit;
+}
+
+class Checker {
+ public:
+  Checker(RankContext& context, std::uint64_t seed)
+      : context_(context),
+        seed_(seed),
+        n_(static_cast<int>(context.peers.size())),
+        random_(seed * 31 + static_cast<std::uint64_t>(context.rank)),
+        communicator_(
+            context.MakeCommunicator({.id = 7, .max_bytes = kMaxBytes, .progress = &progress_})) {}
+
+  std::string Run() {
+    std::mt19937_64 shared(seed_);  // the same calls on every rank
+    for (std::int64_t count :
+         {0L, 1L, 3L, 17L, 1991L, 1992L, 1993L, 8191L, 20000L, 65536L, 70001L, 200000L}) {
+      for (int op = 0; op < 5; ++op) {
+        if (std::string error = Call(static_cast<Op>(op), count); !error.empty()) return error;
+      }
+    }
+    for (int i = 0; i < 300; ++i) {
+      const Op op = static_cast<Op>(shared() % 5);
+      const auto count = static_cast<std::int64_t>(shared() % (shared() % 8 == 0 ? 60000 : 3000));
+      if (std::string error = Call(op, count); !error.empty()) return error;
+    }
+    if (progress_ != communicator_->Counters().operations) return "progress does not count calls";
+    return "";
+  }
+
+ private:
+  // `count` floats a rank.
+  std::string Call(Op op, std::int64_t count) {
+    ++call_;
+    if (random_() % 16 == 0)
+      std::this_thread::sleep_for(std::chrono::microseconds(random_() % 500));
+    if (op != Op::kAllReduce && count * n_ * 4 > kMaxBytes) count = kMaxBytes / n_ / 4;
+    const std::uint64_t before = communicator_->Counters().received_bytes;
+    std::vector<float> expected;
+    std::vector<float> out;
+    const absl::Status status = Make(op, count, &out, &expected);
+    const std::string what =
+        fmt::format("seed {} call {} {} of {} floats on rank {} of {}", seed_, call_,
+                    kOpNames[static_cast<int>(op)], count, context_.rank, n_);
+    if (!status.ok()) return what + ": " + status.ToString();
+    if (out.size() != expected.size() ||
+        (!out.empty() && std::memcmp(out.data(), expected.data(), out.size() * 4) != 0)) {
+      return what + ": wrong result";
+    }
+    const std::uint64_t received = communicator_->Counters().received_bytes - before;
+    const auto others = static_cast<std::uint64_t>(n_ - 1);
+    const std::uint64_t formula = others * static_cast<std::uint64_t>(count) * 4;
+    if (op == Op::kGather && context_.rank != 0) {
+      if (received != 0) return what + ": received bytes in a gather";
+    } else if (op != Op::kAllReduce && received != formula) {
+      return fmt::format("{}: received {} bytes, not {}", what, received, formula);
+    }
+    return "";
+  }
+
+  absl::Status Make(Op op, std::int64_t count, std::vector<float>* out,
+                    std::vector<float>* expected) {
+    const int me = context_.rank;
+    const auto total = static_cast<std::size_t>(count * n_);
+    // What rank r brings: `count` floats, or `count` for each rank.
+    const auto sum = [&](std::int64_t i) {
+      float s = Value(seed_, call_, 0, i);
+      for (int r = 1; r < n_; ++r) s += Value(seed_, call_, r, i);
+      return s;
+    };
+    std::vector<float> in(total);
+    for (std::size_t i = 0; i < total; ++i) {
+      in[i] = Value(seed_, call_, me, static_cast<std::int64_t>(i));
+    }
+    switch (op) {
+      case Op::kAllReduce:
+        in.resize(static_cast<std::size_t>(count));
+        for (std::int64_t i = 0; i < count; ++i) expected->push_back(sum(i));
+        *out = in;
+        return communicator_->AllReduceSum(out->data(), count, DType::kFloat32, stream_);
+      case Op::kAllGather:
+      case Op::kGather:
+        for (int r = 0; r < n_; ++r) {
+          for (std::int64_t i = 0; i < count; ++i) expected->push_back(Value(seed_, call_, r, i));
+        }
+        out->resize(total);
+        if (op == Op::kAllGather) {
+          if (call_ % 2 == 0) {  // in place
+            std::copy_n(in.begin(), count, out->begin() + me * count);
+            return communicator_->AllGather(out->data() + me * count, out->data(), count * 4,
+                                            stream_);
+          }
+          return communicator_->AllGather(in.data(), out->data(), count * 4, stream_);
+        }
+        if (me != 0) {
+          expected->clear();
+          out->clear();
+        }
+        return communicator_->Gather(in.data(), me == 0 ? out->data() : nullptr, count * 4,
+                                     stream_);
+      case Op::kReduceScatter:
+        for (std::int64_t i = 0; i < count; ++i) expected->push_back(sum(me * count + i));
+        out->resize(static_cast<std::size_t>(count));
+        if (call_ % 2 == 0) {  // in place
+          RETURN_IF_ERROR(communicator_->ReduceScatterSum(in.data(), in.data() + me * count, count,
+                                                          DType::kFloat32, stream_));
+          std::copy_n(in.begin() + me * count, count, out->begin());
+          return absl::OkStatus();
+        }
+        return communicator_->ReduceScatterSum(in.data(), out->data(), count, DType::kFloat32,
+                                               stream_);
+      case Op::kAllToAll:
+        for (int r = 0; r < n_; ++r) {
+          for (std::int64_t i = 0; i < count; ++i) {
+            expected->push_back(Value(seed_, call_, r, me * count + i));
+          }
+        }
+        out->resize(total);
+        return communicator_->AllToAll(in.data(), out->data(), count * 4, stream_);
+    }
+    return absl::InternalError("no such operation");
+  }
+
+  RankContext& context_;
+  const std::uint64_t seed_;
+  const int n_;
+  std::mt19937_64 random_;
+  std::atomic<std::uint64_t> progress_{0};
+  const std::unique_ptr<Communicator> communicator_;
+  NoStream stream_;
+  int call_ = 0;
+};
+
+}  // namespace
+
+std::string CheckCollectives(RankContext& context, std::uint64_t seed) {
+  return Checker(context, seed).Run();
+}
+
+}  // namespace weft

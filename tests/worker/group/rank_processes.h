@@ -1,0 +1,62 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "worker/group/communicator.h"
+#include "worker/group/fabric.h"
+
+namespace weft {
+
+// What a rank of a test has.
+struct RankContext {
+  int rank = 0;
+  Fabric* fabric = nullptr;
+  std::shared_ptr<CollectiveMux> mux;
+  std::vector<PeerId> peers;        // by rank
+  std::vector<std::uint32_t> tags;  // by rank
+  int control_fd = -1;              // to RankProcesses; -1 on threads
+
+  std::unique_ptr<Communicator> MakeCommunicator(const FabricCommunicatorOptions& options) const {
+    return MakeFabricCommunicator(mux, rank, peers, tags, options);
+  }
+};
+
+// Returns "" or what went wrong.
+using RankBody = std::function<std::string(RankContext&)>;
+
+// Runs `body` on `num_ranks` threads over local fabrics and returns their answers by rank.
+std::vector<std::string> RunOnThreads(int num_ranks, const RankBody& body);
+
+// Runs `body` in child processes connected by UCX. The parent must not have used UCX: children are
+// forked, and UCX does not survive that.
+class RankProcesses {
+ public:
+  RankProcesses(int num_ranks, const RankBody& body);
+  // Kills what still runs.
+  ~RankProcesses();
+
+  pid_t pid(int rank) const { return children_[static_cast<std::size_t>(rank)].pid; }
+  // Waits until the rank has written a byte to its control_fd.
+  void AwaitByte(int rank);
+  void SendByte(int rank);
+  // Kills with KILL and reaps.
+  void Kill(int rank);
+  // Reaps the rank: its answer, or how it died.
+  std::string Join(int rank);
+  std::vector<std::string> JoinAll();
+
+ private:
+  struct Child {
+    pid_t pid = -1;
+    int fd = -1;  // a socket: addresses, then control bytes
+    int answer_fd = -1;
+  };
+  std::vector<Child> children_;
+};
+
+}  // namespace weft
