@@ -8,6 +8,20 @@
 
 namespace weft::kernels {
 
+// Inside a block, a KV head's K and V take block_tokens_per_rank * head_dim elements each. V is
+// [token][head_dim]. K is stored for the inner loop of the scores: in tiles of 16 tokens (the last
+// one holds what is left), each [head_dim][tokens of the tile]. These two say where a value is;
+// who copies KV (transfer) moves token rows by them.
+constexpr std::int64_t KIndex(std::int32_t token, std::int32_t dim, std::int32_t head_dim,
+                              std::int32_t block_tokens_per_rank) {
+  const std::int32_t tile = token / 16 * 16;
+  const std::int32_t width = block_tokens_per_rank - tile < 16 ? block_tokens_per_rank - tile : 16;
+  return std::int64_t{tile} * head_dim + std::int64_t{dim} * width + (token - tile);
+}
+constexpr std::int64_t VIndex(std::int32_t token, std::int32_t dim, std::int32_t head_dim) {
+  return std::int64_t{token} * head_dim + dim;
+}
+
 // Paged attention with grouped queries over the tokens that this rank holds. One kernel serves
 // decode, chunked prefill, several rows a sequence and sliding windows: a row sees the local
 // entries [first_visible, visible_len) of its sequence, in local order, which is monotone in
@@ -15,8 +29,8 @@ namespace weft::kernels {
 // Shapes are row-major, [outer, ..., inner].
 struct GqaAttentionParams {
   const float* q;        // [num_rows, num_q_heads, head_dim] fp32
-  const void* k_blocks;  // [num_blocks, num_kv_heads, block_tokens_per_rank, head_dim] kv_dtype
-  const void* v_blocks;  // as k_blocks
+  const void* k_blocks;  // [num_blocks, num_kv_heads, block_tokens_per_rank * head_dim] kv_dtype,
+  const void* v_blocks;  // inside as KIndex and VIndex say
   const std::int32_t* block_table;  // [num_slots, max_blocks_per_seq] block ids
   const std::int32_t*
       row_slot;  // [num_rows] which row of block_table; rows of one sequence are adjacent
@@ -34,22 +48,25 @@ struct GqaAttentionParams {
   std::int32_t first_kv_head;  //   (first_q_head + i) / q_per_kv - first_kv_head
   std::int32_t q_per_kv;
   std::int32_t head_dim;               // any multiple of 8 up to 256
-  std::int32_t block_tokens_per_rank;  // any; multiples of 16 take the fast path
+  std::int32_t block_tokens_per_rank;  // any; multiples of 16 are several times as fast
   std::int32_t max_blocks_per_seq;
   DType kv_dtype;
   float scale;  // usually 1 / sqrt(head_dim)
 };
 
 // `workspace`: GqaAttentionWorkspaceBytes() bytes, 64-byte aligned. INVALID_ARGUMENT for a head_dim
-// not listed. The result of a row does not depend on the other rows or on the number of threads.
+// not listed. The result of a row does not depend on the other rows or on the number of threads:
+// keys are taken 64 at a time, and every 512 of them make a part (their bounds are absolute local
+// indices) that is computed alone and merged in order. Entries a row may not see are never read
+// into its result, whatever they hold. A block is not touched unless some row sees into it.
 absl::Status GqaAttention(const GqaAttentionParams& params, void* workspace, Stream& stream);
 
-// Scratch that GqaAttention() needs for any batch within these limits.
+// Scratch that GqaAttention() needs for any batch within these limits, on `stream`.
 std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_q_heads,
                                         std::int32_t head_dim, const Stream& stream);
 
 // Writes K and V of rows this rank owns into their slots (KvSlot of worker/model/shard_layout.h),
-// rounding to kv_dtype.
+// rounding to kv_dtype (to nearest even; beyond float16 becomes infinite).
 struct KvAppendParams {
   const float* k;  // [num_rows, num_kv_heads, head_dim], kv_stride floats from row to row
   const float* v;  // as k

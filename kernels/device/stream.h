@@ -1,7 +1,5 @@
 #pragma once
 
-#include <memory>
-
 #include "absl/status/status.h"
 #include "kernels/device/thread_pool.h"
 
@@ -21,12 +19,14 @@ class Stream {
   virtual absl::Status Synchronize() = 0;
 };
 
+// Picks the CPU target on the first construction (kernels/device/cpu_target.h).
 class CpuStream final : public Stream {
  public:
-  explicit CpuStream(int num_threads) : pool_(num_threads) {}
+  explicit CpuStream(int num_threads);
   DeviceKind device() const override { return DeviceKind::kCpu; }
   absl::Status Synchronize() override { return absl::OkStatus(); }
   ThreadPool& pool() { return pool_; }
+  int num_threads() const { return pool_.num_threads(); }
 
  private:
   ThreadPool pool_;

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/attention.h"
+
+// How attention is cut up.
+
+namespace weft::kernels {
+
+inline constexpr std::int64_t kTileKeys = 64;     // keys of a step of the online softmax
+inline constexpr std::int64_t kPartKeys = 512;    // keys of a part; a multiple of kTileKeys
+inline constexpr std::int64_t kTileQueries = 48;  // queries (rows times heads) that share a tile
+
+// Adjacent rows of one sequence and the query heads of one KV head.
+struct AttentionItem {
+  std::int64_t first_row;
+  std::int64_t end_row;
+  std::int64_t kv_head;
+  std::int64_t first_head;  // query heads
+  std::int64_t end_head;
+};
+
+constexpr std::int64_t NumQueries(const AttentionItem& item) {
+  return (item.end_row - item.first_row) * (item.end_head - item.first_head);
+}
+
+// A query's running result: [PaddedDim] weighted sum of V, then the largest score and the sum of
+// exp(score - largest).
+constexpr std::int64_t PaddedDim(std::int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+constexpr std::int64_t RecordFloats(std::int64_t head_dim) { return PaddedDim(head_dim) + 16; }
+
+// A thread's scratch; each is a multiple of 64 bytes.
+struct AttentionScratch {
+  float* q;        // [queries, head_dim], scaled
+  float* scores;   // [queries, kTileKeys]
+  float* k;        // [head_dim, 16]
+  float* v;        // [PaddedDim / 16, kTileKeys, 16]
+  float* part;     // [queries, RecordFloats]
+  float* running;  // [queries, RecordFloats]
+
+  static constexpr std::int64_t Floats(std::int64_t queries, std::int64_t head_dim) {
+    const std::int64_t padded = PaddedDim(head_dim);
+    return queries * (padded + kTileKeys + 2 * RecordFloats(head_dim)) + padded * 16 +
+           padded * kTileKeys;
+  }
+
+  AttentionScratch(float* memory, std::int64_t queries, std::int64_t head_dim) {
+    const std::int64_t padded = PaddedDim(head_dim);
+    q = memory;
+    scores = q + queries * padded;
+    k = scores + queries * kTileKeys;
+    v = k + padded * 16;
+    part = v + padded * kTileKeys;
+    running = part + queries * RecordFloats(head_dim);
+  }
+};
+
+}  // namespace weft::kernels

@@ -1,0 +1,134 @@
+#include "kernels/elementwise.h"
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/cpu/launch.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/elementwise.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+// After foreach_target.h, which it would disable.
+#include "hwy/contrib/math/math-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace weft::kernels::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using Tag = hn::ScalableTag<float>;
+
+// Calls body(tag, i) for [0, size): whole vectors, then single lanes.
+template <typename Body>
+HWY_INLINE void ForLanes(std::int64_t size, const Body& body) {
+  const Tag d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t i = 0;
+  for (; i + lanes <= size; i += lanes) body(d, i);
+  for (; i < size; ++i) body(hn::CappedTag<float, 1>(), i);
+}
+
+void RmsNormRows(const RmsNormParams& p, std::int64_t begin, std::int64_t end) {
+  const Tag d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  for (std::int64_t row = begin; row < end; ++row) {
+    const float* x = p.x + row * p.size;
+    float* out = p.out + row * p.size;
+    auto squares = hn::Zero(d);
+    std::int64_t i = 0;
+    for (; i + lanes <= p.size; i += lanes) {
+      const auto value = hn::LoadU(d, x + i);
+      squares = hn::MulAdd(value, value, squares);
+    }
+    float sum = hn::GetLane(hn::SumOfLanes(d, squares));
+    for (; i < p.size; ++i) sum += x[i] * x[i];
+    const float scale = 1.0F / std::sqrt(sum / static_cast<float>(p.size) + p.eps);
+    ForLanes(p.size, [&](auto tag, std::int64_t at) HWY_ATTR {
+      const auto value = hn::Mul(hn::LoadU(tag, x + at), hn::Set(tag, scale));
+      hn::StoreU(hn::Mul(value, hn::LoadU(tag, p.weight + at)), tag, out + at);
+    });
+  }
+}
+
+void RopeRows(const RopeParams& p, std::int64_t begin, std::int64_t end) {
+  const std::int64_t half = p.head_dim / 2;
+  for (std::int64_t row = begin; row < end; ++row) {
+    const float* cos = p.cos + row * half;
+    const float* sin = p.sin + row * half;
+    for (std::int64_t head = 0; head < p.num_heads; ++head) {
+      float* a = p.x + row * p.row_stride + head * p.head_dim;
+      float* b = a + half;
+      ForLanes(half, [&](auto tag, std::int64_t i) HWY_ATTR {
+        const auto va = hn::LoadU(tag, a + i);
+        const auto vb = hn::LoadU(tag, b + i);
+        const auto c = hn::LoadU(tag, cos + i);
+        const auto s = hn::LoadU(tag, sin + i);
+        hn::StoreU(hn::NegMulAdd(vb, s, hn::Mul(va, c)), tag, a + i);
+        hn::StoreU(hn::MulAdd(va, s, hn::Mul(vb, c)), tag, b + i);
+      });
+    }
+  }
+}
+
+void SiluMulRows(const SiluMulParams& p, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    const float* gate = p.gate_up + row * 2 * p.size;
+    const float* up = gate + p.size;
+    float* out = p.out + row * p.size;
+    ForLanes(p.size, [&](auto tag, std::int64_t i) HWY_ATTR {
+      const auto x = hn::LoadU(tag, gate + i);
+      // Exp ends at e^104; at e^87 the quotient is 0 to within 1e-36 already.
+      const auto e = hn::Exp(tag, hn::Min(hn::Neg(x), hn::Set(tag, 87.0F)));
+      const auto silu = hn::Div(x, hn::Add(hn::Set(tag, 1.0F), e));
+      hn::StoreU(hn::Mul(silu, hn::LoadU(tag, up + i)), tag, out + i);
+    });
+  }
+}
+
+}  // namespace weft::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace weft::kernels {
+
+HWY_EXPORT(RmsNormRows);
+HWY_EXPORT(RopeRows);
+HWY_EXPORT(SiluMulRows);
+
+absl::Status RmsNorm(const RmsNormParams& params, Stream& stream) {
+  const auto rows = HWY_DYNAMIC_DISPATCH(RmsNormRows);
+  ParallelRows(PoolOf(stream), params.num_rows, params.size,
+               [&](std::int64_t begin, std::int64_t end) { rows(params, begin, end); });
+  return absl::OkStatus();
+}
+
+absl::Status Rope(const RopeParams& params, Stream& stream) {
+  DCHECK(params.head_dim % 2 == 0);
+  const auto rows = HWY_DYNAMIC_DISPATCH(RopeRows);
+  ParallelRows(PoolOf(stream), params.num_rows, std::int64_t{params.num_heads} * params.head_dim,
+               [&](std::int64_t begin, std::int64_t end) { rows(params, begin, end); });
+  return absl::OkStatus();
+}
+
+absl::Status SiluMul(const SiluMulParams& params, Stream& stream) {
+  const auto rows = HWY_DYNAMIC_DISPATCH(SiluMulRows);
+  ParallelRows(PoolOf(stream), params.num_rows, std::int64_t{4} * params.size,
+               [&](std::int64_t begin, std::int64_t end) { rows(params, begin, end); });
+  return absl::OkStatus();
+}
+
+absl::Status GatherRows(const GatherRowsParams& params, Stream& stream) {
+  ParallelRows(PoolOf(stream), params.num_rows, params.size,
+               [&](std::int64_t begin, std::int64_t end) {
+                 for (std::int64_t row = begin; row < end; ++row) {
+                   std::memcpy(params.out + row * params.size,
+                               params.in + std::int64_t{params.index[row]} * params.size,
+                               static_cast<std::size_t>(params.size) * sizeof(float));
+                 }
+               });
+  return absl::OkStatus();
+}
+
+}  // namespace weft::kernels
+#endif  // HWY_ONCE

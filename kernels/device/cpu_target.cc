@@ -1,0 +1,73 @@
+#include "kernels/device/cpu_target.h"
+
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include "fmt/format.h"
+#include "hwy/targets.h"
+
+namespace weft::kernels {
+namespace {
+
+struct Target {
+  std::string_view name;
+  std::int64_t bit;
+};
+
+// Best first; what kernels/CMakeLists.txt lets Highway generate.
+constexpr std::array kTargets = {Target{"avx512", HWY_AVX3}, Target{"avx2", HWY_AVX2},
+                                 Target{"sse4", HWY_SSE4}, Target{"scalar", HWY_SCALAR}};
+
+// The plain one is always there: it is what the compiler may assume.
+bool Supported(const Target& target) {
+  return target.bit == HWY_SCALAR || (hwy::SupportedTargets() & target.bit) != 0;
+}
+
+std::string SupportedNames() {
+  std::string names;
+  for (const Target& target : kTargets) {
+    if (Supported(target)) names += fmt::format("{}{}", names.empty() ? "" : ", ", target.name);
+  }
+  return names;
+}
+
+}  // namespace
+
+absl::Status ForceCpuTarget(std::string_view name) {
+  hwy::DisableTargets(0);
+  if (name.empty()) return absl::OkStatus();
+  std::int64_t better = 0;
+  for (const Target& target : kTargets) {
+    if (target.name != name) {
+      better |= target.bit;
+      continue;
+    }
+    if (!Supported(target)) {
+      return absl::FailedPreconditionError(fmt::format(
+          "WEFT_CPU_TARGET is {}, which this CPU lacks; it has {}", name, SupportedNames()));
+    }
+    hwy::DisableTargets(better);
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      fmt::format("WEFT_CPU_TARGET is {}; this CPU allows {}", name, SupportedNames()));
+}
+
+absl::Status InitCpuTarget() {
+  static const absl::Status status = [] {
+    const char* name = std::getenv("WEFT_CPU_TARGET");
+    return ForceCpuTarget(name == nullptr ? "" : name);
+  }();
+  return status;
+}
+
+std::string_view CpuTargetName() {
+  for (const Target& target : kTargets) {
+    if (Supported(target)) return target.name;
+  }
+  return kTargets.back().name;
+}
+
+}  // namespace weft::kernels

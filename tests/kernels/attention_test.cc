@@ -1,0 +1,351 @@
+#include "kernels/attention.h"
+
+#include <limits>
+
+#include "kernels/cpu/convert.h"
+#include "kernels/device/buffer.h"
+#include "tests/kernels/kernel_test.h"
+
+namespace weft::kernels {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Shape {
+  std::int32_t num_q_heads;
+  std::int32_t num_kv_heads;
+  std::int32_t first_q_head;
+  std::int32_t first_kv_head;
+  std::int32_t q_per_kv;
+  std::int32_t head_dim;
+  std::int32_t block_tokens;
+  DType dtype;
+};
+
+// Sequences of random lengths whose KV lies scattered over a pool that is NaN elsewhere, and rows
+// that see parts of them.
+struct Case {
+  Shape shape;
+  std::int32_t max_blocks = 0;
+  std::vector<std::int32_t> lengths;
+  std::vector<std::vector<float>> k;  // [seq][tokens, kv_heads, head_dim], as stored
+  std::vector<std::vector<float>> v;
+  std::vector<std::int32_t> block_table;
+  std::vector<std::byte> k_blocks;
+  std::vector<std::byte> v_blocks;
+  std::vector<std::int32_t> row_slot;
+  std::vector<std::int32_t> first_visible;
+  std::vector<std::int32_t> visible_len;
+  std::vector<float> q;
+  float scale = 0.0F;
+
+  Case(Rng& rng, const Shape& shape, std::vector<std::int32_t> sequence_lengths, CpuStream& stream)
+      : shape(shape), lengths(std::move(sequence_lengths)) {
+    scale = 1.0F / std::sqrt(static_cast<float>(shape.head_dim));
+    std::int32_t num_blocks = 3;
+    for (const std::int32_t length : lengths) {
+      max_blocks = std::max(max_blocks, length / shape.block_tokens + 1);
+    }
+    num_blocks += max_blocks * static_cast<std::int32_t>(lengths.size());
+    std::vector<std::int32_t> free_blocks(num_blocks);
+    for (std::int32_t i = 0; i < num_blocks; ++i) free_blocks[i] = i;
+    std::shuffle(free_blocks.begin(), free_blocks.end(), rng);
+    const std::int64_t pool =
+        std::int64_t{num_blocks} * shape.num_kv_heads * shape.block_tokens * shape.head_dim;
+    k_blocks.assign(pool * DTypeBytes(shape.dtype), std::byte{0xFF});  // NaN in every type
+    v_blocks = k_blocks;
+    for (const std::int32_t length : lengths) AddSequence(rng, length, free_blocks, stream);
+  }
+
+  void AddSequence(Rng& rng, std::int32_t length, std::vector<std::int32_t>& free_blocks,
+                   CpuStream& stream) {
+    const std::int64_t row = std::int64_t{shape.num_kv_heads} * shape.head_dim;
+    std::vector<float> new_k = RandomFloats(rng, length * row, 1.5F);
+    std::vector<float> new_v = RandomFloats(rng, length * row);
+    std::vector<std::int64_t> slots;
+    const std::size_t first = block_table.size();
+    for (std::int32_t i = 0; i < max_blocks; ++i) {
+      const bool used = i * shape.block_tokens < length;
+      block_table.push_back(used ? free_blocks.back() : 1 << 30);  // who reads that crashes
+      if (used) free_blocks.pop_back();
+    }
+    for (std::int32_t token = 0; token < length; ++token) {
+      slots.push_back(std::int64_t{block_table[first + token / shape.block_tokens]} *
+                          shape.block_tokens +
+                      token % shape.block_tokens);
+    }
+    EXPECT_TRUE(KvAppend({.k = new_k.data(),
+                          .v = new_v.data(),
+                          .slots = slots.data(),
+                          .k_blocks = k_blocks.data(),
+                          .v_blocks = v_blocks.data(),
+                          .num_rows = length,
+                          .num_kv_heads = shape.num_kv_heads,
+                          .head_dim = shape.head_dim,
+                          .block_tokens_per_rank = shape.block_tokens,
+                          .kv_stride = row,
+                          .kv_dtype = shape.dtype},
+                         stream)
+                    .ok());
+    for (std::vector<float>* values : {&new_k, &new_v}) {
+      for (float& value : *values) {
+        float bits = 0.0F;
+        StoreElement(&bits, 0, shape.dtype, value);
+        value = LoadElement(&bits, 0, shape.dtype);
+      }
+    }
+    k.push_back(std::move(new_k));
+    v.push_back(std::move(new_v));
+  }
+
+  void AddRow(Rng& rng, std::int32_t seq, std::int32_t first, std::int32_t len) {
+    row_slot.push_back(seq);
+    first_visible.push_back(first);
+    visible_len.push_back(len);
+    const std::vector<float> row =
+        RandomFloats(rng, std::int64_t{shape.num_q_heads} * shape.head_dim, 1.5F);
+    q.insert(q.end(), row.begin(), row.end());
+  }
+
+  struct Result {
+    std::vector<float> out;
+    std::vector<float> lse;
+  };
+
+  Result Run(CpuStream& stream) const { return Run(stream, 0, row_slot.size()); }
+
+  Result Run(CpuStream& stream, std::size_t row, std::size_t count) const {
+    Result result;
+    const std::size_t row_floats = std::size_t(shape.num_q_heads) * shape.head_dim;
+    result.out.assign(count * row_floats, -7.0F);
+    result.lse.assign(count * shape.num_q_heads, -7.0F);
+    absl::StatusOr<Buffer> workspace = Buffer::Allocate(GqaAttentionWorkspaceBytes(
+        static_cast<std::int32_t>(count), shape.num_q_heads, shape.head_dim, stream));
+    EXPECT_TRUE(workspace.ok());
+    const absl::Status status = GqaAttention({.q = q.data() + row * row_floats,
+                                              .k_blocks = k_blocks.data(),
+                                              .v_blocks = v_blocks.data(),
+                                              .block_table = block_table.data(),
+                                              .row_slot = row_slot.data() + row,
+                                              .first_visible = first_visible.data() + row,
+                                              .visible_len = visible_len.data() + row,
+                                              .out = result.out.data(),
+                                              .lse = result.lse.data(),
+                                              .num_rows = static_cast<std::int32_t>(count),
+                                              .num_q_heads = shape.num_q_heads,
+                                              .num_kv_heads = shape.num_kv_heads,
+                                              .first_q_head = shape.first_q_head,
+                                              .first_kv_head = shape.first_kv_head,
+                                              .q_per_kv = shape.q_per_kv,
+                                              .head_dim = shape.head_dim,
+                                              .block_tokens_per_rank = shape.block_tokens,
+                                              .max_blocks_per_seq = max_blocks,
+                                              .kv_dtype = shape.dtype,
+                                              .scale = scale},
+                                             workspace->data(), stream);
+    EXPECT_TRUE(status.ok()) << status;
+    return result;
+  }
+
+  void ExpectRight(const Result& result) const {
+    for (std::size_t row = 0; row < row_slot.size(); ++row) {
+      for (std::int32_t head = 0; head < shape.num_q_heads; ++head) {
+        ExpectRight(result, row, head);
+        if (::testing::Test::HasFatalFailure()) return;
+      }
+    }
+  }
+
+  // One long softmax in doubles.
+  void ExpectRight(const Result& result, std::size_t row, std::int32_t head) const {
+    const std::int32_t kv_head = (shape.first_q_head + head) / shape.q_per_kv - shape.first_kv_head;
+    const std::size_t query = row * shape.num_q_heads + head;
+    const float* row_q = q.data() + query * shape.head_dim;
+    const auto at = [&](const std::vector<std::vector<float>>& kv, std::int32_t token) {
+      return kv[row_slot[row]].data() +
+             (std::size_t(token) * shape.num_kv_heads + kv_head) * shape.head_dim;
+    };
+    std::vector<double> scores;
+    double max = -kInfinity;
+    for (std::int32_t token = first_visible[row]; token < visible_len[row]; ++token) {
+      double score = 0.0;
+      for (std::int32_t i = 0; i < shape.head_dim; ++i) score += double{row_q[i]} * at(k, token)[i];
+      scores.push_back(score * scale);
+      max = std::max(max, scores.back());
+    }
+    if (scores.empty()) {
+      ASSERT_EQ(result.lse[query], -kInfinity);
+      for (std::int32_t i = 0; i < shape.head_dim; ++i) {
+        ASSERT_EQ(result.out[query * shape.head_dim + i], 0.0F);
+      }
+      return;
+    }
+    double sum = 0.0;
+    std::vector<double> out(shape.head_dim);
+    for (std::size_t i = 0; i < scores.size(); ++i) {
+      const double weight = std::exp(scores[i] - max);
+      sum += weight;
+      const float* token_v = at(v, first_visible[row] + static_cast<std::int32_t>(i));
+      for (std::int32_t j = 0; j < shape.head_dim; ++j) out[j] += weight * token_v[j];
+    }
+    ASSERT_NEAR(result.lse[query], max + std::log(sum), 2e-5) << "row " << row << " head " << head;
+    for (std::int32_t i = 0; i < shape.head_dim; ++i) {
+      ASSERT_NEAR(result.out[query * shape.head_dim + i], out[i] / sum, 2e-5)
+          << "row " << row << " head " << head << " dim " << i;
+    }
+  }
+};
+
+Shape RandomShape(Rng& rng) {
+  constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  constexpr std::int32_t kBlocks[] = {1, 3, 8, 16, 24, 32, 48, 64, 100, 128};
+  Shape shape;
+  shape.q_per_kv = RandomInt(rng, 1, 8);
+  shape.first_q_head = RandomInt(rng, 0, 10);
+  shape.num_q_heads = RandomInt(rng, 1, 12);
+  shape.first_kv_head = shape.first_q_head / shape.q_per_kv;
+  shape.num_kv_heads =
+      (shape.first_q_head + shape.num_q_heads - 1) / shape.q_per_kv - shape.first_kv_head + 1;
+  shape.head_dim = 8 * RandomInt(rng, 1, RandomInt(rng, 0, 5) == 0 ? 32 : 9);
+  shape.block_tokens = kBlocks[RandomInt(rng, 0, 9)];
+  shape.dtype = kDTypes[RandomInt(rng, 0, 2)];
+  return shape;
+}
+
+// A mix of decode rows, chunks of prompts, windows and rows that see nothing.
+Case RandomCase(Rng& rng, const Shape& shape, CpuStream& stream) {
+  std::vector<std::int32_t> lengths;
+  for (std::int32_t i = RandomInt(rng, 1, 4); i > 0; --i) {
+    lengths.push_back(RandomInt(rng, 0, RandomInt(rng, 0, 3) == 0 ? 1300 : 150));
+  }
+  Case result(rng, shape, lengths, stream);
+  for (std::size_t seq = 0; seq < lengths.size(); ++seq) {
+    const std::int32_t rows = RandomInt(rng, 0, 1) == 0 ? 1 : RandomInt(rng, 1, 70);
+    const std::int32_t window = RandomInt(rng, 0, 2) == 0 ? RandomInt(rng, 1, 90) : 1 << 20;
+    for (std::int32_t i = 0; i < rows; ++i) {
+      const std::int32_t len = std::max(0, lengths[seq] - rows + 1 + i);
+      result.AddRow(rng, static_cast<std::int32_t>(seq), std::max(0, len - window), len);
+    }
+  }
+  return result;
+}
+
+using AttentionTest = KernelTest;
+
+TEST_P(AttentionTest, MatchesOneLongSoftmaxForAllShapes) {
+  CpuStream stream(2);
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Rng rng(seed);
+    const Case attention = RandomCase(rng, RandomShape(rng), stream);
+    attention.ExpectRight(attention.Run(stream));
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(AttentionTest, RowsDoNotDependOnBatchOrThreads) {
+  CpuStream one(1);
+  CpuStream three(3);
+  for (std::uint64_t seed = 100; seed < 125; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Rng rng(seed);
+    const Case attention = RandomCase(rng, RandomShape(rng), one);
+    const Case::Result together = attention.Run(one);
+    const Case::Result threaded = attention.Run(three);
+    ASSERT_TRUE(SameBits(together.out, threaded.out));
+    ASSERT_TRUE(SameBits(together.lse, threaded.lse));
+    const std::size_t row_floats =
+        together.out.size() / std::max<std::size_t>(1, attention.row_slot.size());
+    for (std::size_t row = 0; row < attention.row_slot.size(); row += 3) {
+      const Case::Result alone = attention.Run(three, row, 1);
+      ASSERT_EQ(std::memcmp(alone.out.data(), together.out.data() + row * row_floats,
+                            row_floats * sizeof(float)),
+                0)
+          << "row " << row;
+    }
+  }
+}
+
+// One long sequence: its parts are computed side by side, and more of them than fit at once.
+TEST_P(AttentionTest, LongSequencesMatchWhateverTheThreads) {
+  CpuStream one(1);
+  CpuStream four(4);
+  Rng rng(9);
+  const Shape shape = {3, 1, 0, 0, 3, 8, 64, DType::kBFloat16};
+  Case attention(rng, shape, {40'000}, one);
+  attention.AddRow(rng, 0, 0, 40'000);
+  attention.AddRow(rng, 0, 700, 39'000);
+  const Case::Result result = attention.Run(four);
+  attention.ExpectRight(result);
+  ASSERT_TRUE(SameBits(result.out, attention.Run(one).out));
+  ASSERT_TRUE(SameBits(result.out, attention.Run(four).out));
+}
+
+// Law 3.
+TEST_P(AttentionTest, EmptyRangeIsZeroAndMinusInfinity) {
+  CpuStream stream(2);
+  Rng rng(4);
+  const Shape shape = {4, 2, 0, 0, 2, 16, 16, DType::kFloat16};
+  Case attention(rng, shape, {0, 40}, stream);
+  attention.AddRow(rng, 0, 0, 0);
+  attention.AddRow(rng, 1, 0, 0);
+  attention.AddRow(rng, 1, 40, 40);
+  attention.AddRow(rng, 1, 39, 40);
+  attention.ExpectRight(attention.Run(stream));
+}
+
+// A later token that overflowed must not reach the rows before it.
+TEST_P(AttentionTest, UnseenInfinityDoesNotReachARow) {
+  CpuStream stream(2);
+  Rng rng(5);
+  const Shape shape = {2, 1, 0, 0, 2, 16, 16, DType::kFloat32};
+  Case attention(rng, shape, {100}, stream);
+  for (std::int32_t i = 90; i <= 100; ++i) attention.AddRow(rng, 0, i - 80, i);
+  for (const std::int32_t token : {9, 95}) {
+    const std::int64_t block = attention.block_table[token / 16];
+    for (std::int32_t dim = 0; dim < 16; ++dim) {
+      StoreElement(attention.v_blocks.data(), block * 256 + VIndex(token % 16, dim, 16),
+                   DType::kFloat32, kInfinity);
+      StoreElement(attention.k_blocks.data(), block * 256 + KIndex(token % 16, dim, 16, 16),
+                   DType::kFloat32, std::nanf(""));
+    }
+  }
+  const Case::Result result = attention.Run(stream);
+  for (std::size_t row = 0; row < 11; ++row) {
+    const bool sees = attention.visible_len[row] > 95 || attention.first_visible[row] <= 9;
+    EXPECT_EQ(std::isfinite(result.out[row * 32]), !sees) << "row " << row;
+  }
+}
+
+TEST_P(AttentionTest, RefusesOtherHeadDims) {
+  CpuStream stream(1);
+  for (const std::int32_t head_dim : {0, 4, 12, 264}) {
+    const absl::Status status = GqaAttention({.head_dim = head_dim}, nullptr, stream);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  }
+}
+
+WEFT_FOR_EACH_TARGET(AttentionTest);
+
+TEST(KvLayoutTest, IndicesFillABlock) {
+  for (const std::int32_t block_tokens : {1, 2, 15, 16, 17, 24, 48, 128}) {
+    for (const std::int32_t head_dim : {8, 64}) {
+      std::vector<bool> k(block_tokens * head_dim);
+      std::vector<bool> v(block_tokens * head_dim);
+      for (std::int32_t token = 0; token < block_tokens; ++token) {
+        for (std::int32_t dim = 0; dim < head_dim; ++dim) {
+          const auto in_k = static_cast<std::size_t>(KIndex(token, dim, head_dim, block_tokens));
+          const auto in_v = static_cast<std::size_t>(VIndex(token, dim, head_dim));
+          ASSERT_LT(in_k, k.size());
+          ASSERT_LT(in_v, v.size());
+          ASSERT_FALSE(k[in_k] || v[in_v]);
+          k[in_k] = true;
+          v[in_v] = true;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace weft::kernels

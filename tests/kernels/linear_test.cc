@@ -1,0 +1,294 @@
+#include "kernels/linear.h"
+
+#include <cstring>
+#include <limits>
+
+#include "kernels/cpu/convert.h"
+#include "kernels/cpu/panel.h"
+#include "tests/kernels/kernel_test.h"
+
+namespace weft::kernels {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+float Round(float value, DType dtype) {
+  float bits = 0.0F;
+  StoreElement(&bits, 0, dtype, value);
+  return LoadElement(&bits, 0, dtype);
+}
+
+// A weight as a checkpoint has it, at an odd address, and what its values round to.
+struct Source {
+  std::vector<std::byte> bytes;
+  MatrixView view;
+  std::vector<float> stored;  // as the source dtype holds them
+
+  Source(Rng& rng, std::int32_t rows, std::int32_t cols, DType dtype) {
+    const std::int64_t stride = cols + RandomInt(rng, 0, 3);
+    bytes.resize(static_cast<std::size_t>(rows * stride * DTypeBytes(dtype) + 1));
+    view = {bytes.data() + 1, dtype, rows, cols, stride};
+    for (std::int32_t row = 0; row < rows; ++row) {
+      for (const float value : RandomFloats(rng, cols)) {
+        const std::int64_t at = row * stride + static_cast<std::int64_t>(stored.size()) % cols;
+        StoreElement(bytes.data() + 1, at, dtype, value);
+        stored.push_back(LoadElement(bytes.data() + 1, at, dtype));
+      }
+    }
+  }
+};
+
+struct Case {
+  PackedMatrix weight;
+  std::vector<float> values;  // [out, in] as packed
+  std::vector<float> x;
+  std::vector<float> bias;
+  std::vector<float> residual;
+  std::int64_t x_stride;
+  std::int64_t y_stride;
+  std::int32_t rows;
+
+  Case(Rng& rng, std::int32_t rows, std::int32_t out, std::int32_t in, DType dtype,
+       CpuStream& stream)
+      : rows(rows) {
+    Source source(rng, out, in, kDTypes[RandomInt(rng, 0, 2)]);
+    absl::StatusOr<PackedMatrix> packed = PackedMatrix::Pack({&source.view, 1}, dtype, stream);
+    EXPECT_TRUE(packed.ok()) << packed.status();
+    weight = *std::move(packed);
+    for (const float value : source.stored) values.push_back(Round(value, dtype));
+    x_stride = in + RandomInt(rng, 0, 5);
+    y_stride = out + RandomInt(rng, 0, 5);
+    x = RandomFloats(rng, rows * x_stride);
+    bias = RandomFloats(rng, out);
+    residual = RandomFloats(rng, rows * y_stride);
+  }
+
+  std::vector<float> Run(CpuStream& stream, bool with_bias, bool with_residual) const {
+    std::vector<float> y(static_cast<std::size_t>(rows * y_stride), -7.0F);
+    EXPECT_TRUE(Linear({.x = x.data(),
+                        .weight = &weight,
+                        .bias = with_bias ? bias.data() : nullptr,
+                        .residual = with_residual ? residual.data() : nullptr,
+                        .y = y.data(),
+                        .num_rows = rows,
+                        .x_stride = x_stride,
+                        .y_stride = y_stride},
+                       stream)
+                    .ok());
+    return y;
+  }
+
+  void ExpectRight(const std::vector<float>& y, bool with_bias, bool with_residual) const {
+    const std::int32_t in = weight.in_features();
+    const std::int32_t out = weight.out_features();
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t col = 0; col < y_stride; ++col) {
+        const float got = y[row * y_stride + col];
+        if (col >= out) {
+          ASSERT_EQ(got, -7.0F) << "written past a row: " << row << ", " << col;
+          continue;
+        }
+        double want = 0.0;
+        double size = 1.0;
+        for (std::int64_t k = 0; k < in; ++k) {
+          const double product = static_cast<double>(x[row * x_stride + k]) * values[col * in + k];
+          want += product;
+          size += std::abs(product);
+        }
+        if (with_bias) want += bias[col];
+        if (with_residual) want += residual[row * y_stride + col];
+        ASSERT_NEAR(got, want, 1e-6 * size) << "row " << row << ", output " << col;
+      }
+    }
+  }
+};
+
+using LinearTest = KernelTest;
+
+TEST_P(LinearTest, MatchesDoublesForAllShapesAndTypes) {
+  CpuStream stream(2);
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    Rng rng(seed);
+    const DType dtype = kDTypes[seed % 3];
+    const std::int32_t rows = seed % 4 == 0 ? RandomInt(rng, 13, 220) : RandomInt(rng, 1, 14);
+    const std::int32_t out = RandomInt(rng, 1, seed % 5 == 0 ? 150 : 40);
+    const std::int32_t in = RandomInt(rng, 1, seed % 7 == 0 ? 700 : 40);
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const Case linear(rng, rows, out, in, dtype, stream);
+    const bool with_bias = seed % 2 == 0;
+    const bool with_residual = seed % 3 == 0;
+    linear.ExpectRight(linear.Run(stream, with_bias, with_residual), with_bias, with_residual);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Law 2: batching must not change a token.
+TEST_P(LinearTest, OutputsDoNotDependOnBatchOrThreads) {
+  CpuStream one(1);
+  CpuStream three(3);
+  for (std::uint64_t seed = 0; seed < 12; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Rng rng(seed);
+    const std::int32_t rows = RandomInt(rng, 20, 230);
+    const Case batch(rng, rows, RandomInt(rng, 1, 100), RandomInt(rng, 200, 600), kDTypes[seed % 3],
+                     one);
+    const std::vector<float> together = batch.Run(one, true, true);
+    ASSERT_TRUE(SameBits(together, batch.Run(three, true, true)));
+    for (const std::int32_t part : {1, 2, 5, 6, 7, 8, 12, 13, 19}) {
+      std::vector<float> y(together.size(), -7.0F);
+      for (std::int32_t row = 0; row < rows; row += part) {
+        ASSERT_TRUE(Linear({.x = batch.x.data() + row * batch.x_stride,
+                            .weight = &batch.weight,
+                            .bias = batch.bias.data(),
+                            .residual = batch.residual.data() + row * batch.y_stride,
+                            .y = y.data() + row * batch.y_stride,
+                            .num_rows = std::min(part, rows - row),
+                            .x_stride = batch.x_stride,
+                            .y_stride = batch.y_stride},
+                           three)
+                        .ok());
+      }
+      ASSERT_TRUE(SameBits(together, y)) << "in parts of " << part;
+    }
+  }
+}
+
+TEST_P(LinearTest, ResidualMayBeTheOutput) {
+  CpuStream stream(2);
+  for (const std::int32_t rows : {1, 9}) {
+    Rng rng(rows);
+    const Case linear(rng, rows, 37, 300, DType::kBFloat16, stream);
+    std::vector<float> y = linear.residual;
+    ASSERT_TRUE(Linear({.x = linear.x.data(),
+                        .weight = &linear.weight,
+                        .residual = y.data(),
+                        .y = y.data(),
+                        .num_rows = rows,
+                        .x_stride = linear.x_stride,
+                        .y_stride = linear.y_stride},
+                       stream)
+                    .ok());
+    const std::vector<float> apart = linear.Run(stream, false, true);
+    for (std::int32_t row = 0; row < rows; ++row) {
+      for (std::int32_t col = 0; col < 37; ++col) {
+        ASSERT_EQ(y[row * linear.y_stride + col], apart[row * linear.y_stride + col]);
+      }
+    }
+  }
+}
+
+TEST_P(LinearTest, NoRowsIsNothing) {
+  CpuStream stream(2);
+  Rng rng(1);
+  const Case linear(rng, 0, 5, 8, DType::kFloat32, stream);
+  EXPECT_TRUE(linear.Run(stream, false, false).empty());
+}
+
+TEST_P(LinearTest, EmbeddingGivesRowsAndZerosElsewhere) {
+  CpuStream stream(2);
+  for (const DType dtype : kDTypes) {
+    Rng rng(3);
+    const Case table(rng, 0, 43, 29, dtype, stream);
+    const std::vector<std::int32_t> ids = {99, 100, 142, 143, 0, -1, 117, 100};
+    std::vector<float> out(ids.size() * 29, -7.0F);
+    ASSERT_TRUE(Embedding({.weight = &table.weight,
+                           .ids = ids.data(),
+                           .out = out.data(),
+                           .num_rows = static_cast<std::int32_t>(ids.size()),
+                           .first_row = 100},
+                          stream)
+                    .ok());
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const std::int32_t row = ids[i] - 100;
+      for (std::int32_t k = 0; k < 29; ++k) {
+        ASSERT_EQ(out[i * 29 + k], row >= 0 && row < 43 ? table.values[row * 29 + k] : 0.0F);
+      }
+    }
+  }
+}
+
+WEFT_FOR_EACH_TARGET(LinearTest);
+
+TEST(PackedMatrixTest, StacksParts) {
+  CpuStream stream(2);
+  Rng rng(5);
+  const Source a(rng, 17, 9, DType::kFloat16);
+  const Source b(rng, 1, 9, DType::kFloat32);
+  const Source c(rng, 30, 9, DType::kBFloat16);
+  const MatrixView parts[] = {a.view, b.view, c.view};
+  for (const DType dtype : kDTypes) {
+    const absl::StatusOr<PackedMatrix> packed = PackedMatrix::Pack(parts, dtype, stream);
+    ASSERT_TRUE(packed.ok()) << packed.status();
+    EXPECT_EQ(packed->out_features(), 48);
+    EXPECT_EQ(packed->in_features(), 9);
+    EXPECT_EQ(packed->dtype(), dtype);
+    std::vector<float> want = a.stored;
+    want.insert(want.end(), b.stored.begin(), b.stored.end());
+    want.insert(want.end(), c.stored.begin(), c.stored.end());
+    for (std::int32_t out = 0; out < 48; ++out) {
+      const std::byte* panel =
+          packed->data() + out / 16 * PanelElements(9, dtype) * DTypeBytes(dtype);
+      for (std::int32_t in = 0; in < 9; ++in) {
+        ASSERT_EQ(LoadElement(panel, PanelIndex(in, out % 16, dtype), dtype),
+                  Round(want[out * 9 + in], dtype));
+      }
+    }
+  }
+}
+
+TEST(PackedMatrixTest, RefusesPartsThatDisagree) {
+  CpuStream stream(1);
+  Rng rng(6);
+  const Source a(rng, 3, 4, DType::kFloat32);
+  const Source b(rng, 3, 5, DType::kFloat32);
+  const MatrixView parts[] = {a.view, b.view};
+  EXPECT_EQ(PackedMatrix::Pack(parts, DType::kFloat32, stream).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(PackedMatrix::Pack({}, DType::kFloat32, stream).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  MatrixView none = a.view;
+  none.rows = 0;
+  EXPECT_EQ(PackedMatrix::Pack({&none, 1}, DType::kFloat32, stream).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(PackedMatrixTest, NamesTheFirstValueThatCannotBe) {
+  CpuStream stream(2);
+  struct Bad {
+    float value;
+    DType source;
+    DType packed;
+    const char* says;
+  };
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const Bad bads[] = {
+      {std::nanf(""), DType::kFloat32, DType::kBFloat16, "nan"},
+      {std::nanf(""), DType::kBFloat16, DType::kFloat16, "nan"},
+      {kInfinity, DType::kFloat16, DType::kFloat32, "inf"},
+      {-kInfinity, DType::kBFloat16, DType::kBFloat16, "-inf"},
+      {65520.0F, DType::kFloat32, DType::kFloat16, "does not fit float16"},
+      {1e20F, DType::kBFloat16, DType::kFloat16, "does not fit float16"},
+      {3.4e38F, DType::kFloat32, DType::kBFloat16, "does not fit bfloat16"},
+  };
+  for (const Bad& bad : bads) {
+    Rng rng(7);
+    Source a(rng, 20, 33, bad.source);
+    Source b(rng, 50, 33, bad.source);
+    StoreElement(b.bytes.data() + 1, 40 * b.view.row_stride + 3, bad.source, bad.value);
+    StoreElement(b.bytes.data() + 1, 21 * b.view.row_stride + 30, bad.source, bad.value);
+    StoreElement(b.bytes.data() + 1, 21 * b.view.row_stride + 31, bad.source, bad.value);
+    const MatrixView parts[] = {a.view, b.view};
+    const absl::Status status = PackedMatrix::Pack(parts, bad.packed, stream).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_NE(status.message().find("row 21, column 30 of part 1"), std::string::npos) << status;
+    EXPECT_NE(status.message().find(bad.says), std::string::npos) << status;
+  }
+  // The largest that rounds to a finite value.
+  Rng rng(8);
+  Source fits(rng, 2, 2, DType::kFloat32);
+  StoreElement(fits.bytes.data() + 1, 0, DType::kFloat32, 65519.0F);
+  EXPECT_TRUE(PackedMatrix::Pack({&fits.view, 1}, DType::kFloat16, stream).ok());
+}
+
+}  // namespace
+}  // namespace weft::kernels
