@@ -118,7 +118,7 @@ bool Scheduler::Admit(Sequence& sequence) {
 }
 
 // False when the row cannot run in this step: the sequence itself was preempted, or blocks come
-// back by themselves with the step in flight.
+// back by themselves in a step or two.
 bool Scheduler::MakeRoomForNextRow(Sequence& sequence) {
   if (BlocksFor(sequence.num_computed + 1) <= static_cast<std::int32_t>(sequence.blocks.size())) {
     return true;

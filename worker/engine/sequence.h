@@ -42,8 +42,8 @@ struct Sequence {
   std::int64_t length() const { return static_cast<std::int64_t>(token_ids.size()) + num_pending; }
   // Rows to run before the next token can be sampled; 1 is a decode.
   std::int64_t num_remaining() const { return length() - num_computed; }
-  // The step in flight brings its last token: no more rows.
-  bool ending() const { return length() >= max_length; }
+  // The step in flight or the plan being made brings its last token: no more rows.
+  bool ending() const { return length() + (planned_rows == num_remaining() ? 1 : 0) >= max_length; }
 
   bool running = false;              // else waiting, and what is below is at its defaults
   std::int32_t slot = 0;             // while running
