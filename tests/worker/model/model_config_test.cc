@@ -1,0 +1,335 @@
+#include "worker/model/model_config.h"
+
+#include <fstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "tests/golden.h"
+#include "tests/temp_dir.h"
+
+namespace weft {
+namespace {
+
+using nlohmann::json;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+json BaseConfig() {
+  return json::parse(R"({
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
+    "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-05, "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1,
+    "eos_token_id": 2, "rope_theta": 10000.0, "rope_scaling": null})");
+}
+
+// A model directory with these two files; no generation_config.json when it is empty.
+absl::StatusOr<ModelConfig> LoadText(const std::string& config,
+                                     const std::string& generation_config = "") {
+  const TempDir dir;
+  std::ofstream(dir.path() / "config.json") << config;
+  if (!generation_config.empty()) {
+    std::ofstream(dir.path() / "generation_config.json") << generation_config;
+  }
+  return LoadModelConfig(dir.path());
+}
+
+using Changes = std::vector<std::pair<std::string, json>>;
+
+absl::StatusOr<ModelConfig> LoadWith(const Changes& changes,
+                                     const std::vector<std::string>& without = {}) {
+  json config = BaseConfig();
+  for (const std::string& key : without) config.erase(key);
+  for (const auto& [key, value] : changes) config[key] = value;
+  return LoadText(config.dump());
+}
+
+void ExpectRefused(const absl::StatusOr<ModelConfig>& config, const std::string& key,
+                   const std::string& value) {
+  EXPECT_EQ(config.status().code(), absl::StatusCode::kInvalidArgument) << key << " " << value;
+  EXPECT_THAT(std::string(config.status().message()),
+              AllOf(HasSubstr("config.json"), HasSubstr(key), HasSubstr(value)));
+}
+
+TEST(ModelConfigTest, ReadsTheLayoutOfTransformers5) {
+  WEFT_GOLDEN_OR_SKIP(dir, "llama3_rope");
+  const auto config = LoadModelConfig(dir);
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->architecture, "LlamaForCausalLM");
+  EXPECT_EQ(config->num_layers, 3);
+  EXPECT_EQ(config->hidden_size, 96);
+  EXPECT_EQ(config->intermediate_size, 160);
+  EXPECT_EQ(config->num_q_heads, 6);
+  EXPECT_EQ(config->num_kv_heads, 2);
+  EXPECT_EQ(config->head_dim, 16);
+  EXPECT_EQ(config->vocab_size, 384);
+  EXPECT_EQ(config->max_position_embeddings, 512);
+  EXPECT_EQ(config->rms_norm_eps, 1e-5f);
+  EXPECT_EQ(config->dtype, DType::kFloat32);
+  EXPECT_FALSE(config->attention_bias);
+  EXPECT_FALSE(config->mlp_bias);
+  EXPECT_FALSE(config->tie_word_embeddings);
+  EXPECT_EQ(config->bos_token_id, 1);
+  EXPECT_THAT(config->eos_token_ids, ElementsAre(2));
+  EXPECT_EQ(config->rope, (RopeConfig{.type = RopeType::kLlama3,
+                                      .theta = 500000.0,
+                                      .factor = 8.0,
+                                      .low_freq_factor = 1.0,
+                                      .high_freq_factor = 4.0,
+                                      .original_max_position_embeddings = 64}));
+}
+
+TEST(ModelConfigTest, ReadsTheLayoutOfTransformers4) {
+  WEFT_GOLDEN_OR_SKIP(dir, "llama_odd");
+  const auto config = LoadModelConfig(dir);
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->rope, RopeConfig{.theta = 100000.0});
+  EXPECT_EQ(config->dtype, DType::kFloat32);
+  EXPECT_EQ(config->num_q_heads, 9);
+  EXPECT_TRUE(config->tie_word_embeddings);
+
+  const json llama3 = {{"rope_type", "llama3"},
+                       {"factor", 8.0},
+                       {"low_freq_factor", 1.0},
+                       {"high_freq_factor", 4.0},
+                       {"original_max_position_embeddings", 8192}};
+  const auto scaled = LoadWith({{"rope_scaling", llama3}, {"rope_theta", 500000.0}});
+  ASSERT_TRUE(scaled.ok()) << scaled.status();
+  EXPECT_EQ(scaled->rope.type, RopeType::kLlama3);
+  EXPECT_EQ(scaled->rope.theta, 500000.0);
+  EXPECT_EQ(scaled->rope.original_max_position_embeddings, 8192);
+  EXPECT_EQ(scaled->dtype, DType::kBFloat16);
+}
+
+TEST(ModelConfigTest, ReadsConfigsOfPublishedModels) {
+  WEFT_GOLDEN_OR_SKIP(path, "configs/llama-3.1-8b.json");
+  std::ifstream in(path);
+  const auto config = LoadText({std::istreambuf_iterator<char>(in), {}});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->head_dim, 128);  // hidden_size / num_attention_heads
+  EXPECT_EQ(config->rope.type, RopeType::kLlama3);
+  EXPECT_THAT(config->eos_token_ids, IsEmpty());
+}
+
+TEST(ModelConfigTest, BothLayoutsTogetherMustAgree) {
+  const json linear = {{"type", "linear"}, {"factor", 2}};
+  const json same = {{"rope_type", "linear"}, {"factor", 2.0}, {"rope_theta", 10000}};
+  const json other = {{"rope_type", "linear"}, {"factor", 3}};
+  EXPECT_TRUE(LoadWith({{"rope_scaling", linear}, {"rope_parameters", same}}).ok());
+  ExpectRefused(LoadWith({{"rope_scaling", linear}, {"rope_parameters", other}}), "rope_scaling",
+                "something else");
+}
+
+TEST(ModelConfigTest, KeysInsideRopeParametersWinOverTopLevelOnes) {
+  const auto config = LoadWith({{"rope_parameters", {{"rope_theta", 777.0}}}});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->rope.theta, 777.0);
+}
+
+TEST(ModelConfigTest, AbsentAndNullKeysGetTheReferencesDefaults) {
+  const std::vector<std::string> optional = {
+      "num_key_value_heads", "head_dim",     "max_position_embeddings",
+      "rms_norm_eps",        "hidden_act",   "torch_dtype",
+      "bos_token_id",        "eos_token_id", "rope_theta",
+      "rope_scaling",        "model_type"};
+  Changes nulls;
+  for (const std::string& key : optional) nulls.emplace_back(key, nullptr);
+  for (const auto& config : {LoadWith({}, optional), LoadWith(nulls)}) {
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->num_kv_heads, 8);
+    EXPECT_EQ(config->head_dim, 16);
+    EXPECT_EQ(config->max_position_embeddings, 2048);
+    EXPECT_EQ(config->rms_norm_eps, 1e-6f);
+    EXPECT_EQ(config->rope, RopeConfig{});
+    EXPECT_EQ(config->rope.theta, 10000.0);
+    EXPECT_EQ(config->dtype, DType::kFloat32);
+    EXPECT_EQ(config->bos_token_id, std::nullopt);
+    EXPECT_THAT(config->eos_token_ids, IsEmpty());
+    EXPECT_FALSE(config->attention_bias || config->mlp_bias || config->tie_word_embeddings);
+  }
+}
+
+TEST(ModelConfigTest, EndOfSequenceOfTheGenerationConfigWins) {
+  const auto eos = [](const json& in_config, const std::string& generation) {
+    json config = BaseConfig();
+    config["eos_token_id"] = in_config;
+    const auto loaded = LoadText(config.dump(), generation);
+    EXPECT_TRUE(loaded.ok()) << loaded.status();
+    return loaded.ok() ? loaded->eos_token_ids : std::vector<std::int32_t>{-1};
+  };
+  EXPECT_THAT(eos(2, ""), ElementsAre(2));
+  EXPECT_THAT(eos({2, 5}, ""), ElementsAre(2, 5));
+  EXPECT_THAT(eos(2, R"({"eos_token_id": 7})"), ElementsAre(7));
+  EXPECT_THAT(eos(2, R"({"eos_token_id": [7, 9]})"), ElementsAre(7, 9));
+  EXPECT_THAT(eos(2, R"({"eos_token_id": null, "temperature": 0.6})"), ElementsAre(2));
+  EXPECT_THAT(eos(2, "{}"), ElementsAre(2));
+  for (const char* bad : {R"({"eos_token_id": 320})", R"({"eos_token_id": "2"})",
+                          R"({"eos_token_id": [1, -1]})", "[]", "{"}) {
+    const auto loaded = LoadText(BaseConfig().dump(), bad);
+    EXPECT_THAT(std::string(loaded.status().message()), HasSubstr("generation_config.json")) << bad;
+  }
+}
+
+TEST(ModelConfigTest, ReadsYarnWithItsDefaultsAndOldTypeName) {
+  const auto config =
+      LoadWith({{"rope_scaling",
+                 {{"type", "yarn"}, {"factor", 16}, {"beta_fast", nullptr}, {"finetuned", true}}}});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->rope,
+            (RopeConfig{
+                .type = RopeType::kYarn, .factor = 16.0, .original_max_position_embeddings = 512}));
+  const auto full = LoadWith({{"rope_parameters",
+                               {{"rope_type", "yarn"},
+                                {"rope_theta", 5e4},
+                                {"factor", 40},
+                                {"beta_fast", 8},
+                                {"beta_slow", 2},
+                                {"mscale", 1.0},
+                                {"mscale_all_dim", 0.707},
+                                {"attention_factor", 1.5},
+                                {"truncate", false},
+                                {"original_max_position_embeddings", 4096}}}});
+  ASSERT_TRUE(full.ok()) << full.status();
+  EXPECT_EQ(full->rope, (RopeConfig{.type = RopeType::kYarn,
+                                    .theta = 5e4,
+                                    .factor = 40.0,
+                                    .beta_fast = 8,
+                                    .beta_slow = 2,
+                                    .attention_factor = 1.5,
+                                    .mscale = 1.0,
+                                    .mscale_all_dim = 0.707,
+                                    .truncate = false,
+                                    .original_max_position_embeddings = 4096}));
+}
+
+TEST(ModelConfigTest, RefusesRopeItDoesNotCompute) {
+  const auto rope = [](const json& object) { return LoadWith({{"rope_scaling", object}}); };
+  ExpectRefused(rope({{"type", "dynamic"}, {"factor", 2}}), "rope_type", "dynamic");
+  ExpectRefused(rope({{"rope_type", "longrope"}}), "rope_type", "longrope");
+  ExpectRefused(rope({{"rope_type", 3}}), "rope_type", "3");
+  ExpectRefused(rope({{"type", "linear"}}), "factor", "missing");
+  ExpectRefused(rope({{"type", "linear"}, {"factor", 0}}), "factor", "0");
+  ExpectRefused(rope({{"type", "linear"}, {"factor", "2"}}), "factor", "\"2\"");
+  ExpectRefused(rope({{"type", "linear"}, {"factor", 2}, {"attn_factor", 2}}), "attn_factor", "2");
+  ExpectRefused(rope({{"type", "default"}, {"partial_rotary_factor", 0.5}}),
+                "partial_rotary_factor", "0.5");
+  ExpectRefused(rope({{"type", "default"}, {"mrope_section", {1, 2}}}), "mrope_section", "[1,2]");
+  ExpectRefused(rope({{"full_attention", {{"rope_type", "default"}}}}), "full_attention",
+                "default");
+  ExpectRefused(
+      rope({{"type", "llama3"}, {"factor", 8}, {"low_freq_factor", 4}, {"high_freq_factor", 4}}),
+      "high_freq_factor", "4");
+  ExpectRefused(rope("yarn"), "rope_scaling", "yarn");
+  ExpectRefused(LoadWith({{"rope_theta", 0}}), "rope_theta", "0");
+  ExpectRefused(
+      LoadWith({{"rope_scaling",
+                 {{"type", "yarn"}, {"factor", 2}, {"original_max_position_embeddings", 64}}},
+                {"original_max_position_embeddings", 128}}),
+      "original_max_position_embeddings", "64");
+}
+
+TEST(ModelConfigTest, RefusesKeysThatWouldChangeTheResult) {
+  const Changes changes = {{"quantization_config", {{"quant_method", "gptq"}}},
+                           {"pretraining_tp", 2},
+                           {"partial_rotary_factor", 0.5},
+                           {"attention_chunk_size", 8192},
+                           {"sliding_window", 4096},
+                           {"hidden_act", "gelu"},
+                           {"layer_types", {"full_attention", "sliding_attention"}},
+                           {"rope_interleaved", true},
+                           {"final_logit_softcapping", 30.0},
+                           {"num_local_experts", 8},
+                           {"is_causal", false}};
+  for (const auto& [key, value] : changes)
+    ExpectRefused(LoadWith({{key, value}}), key, value.dump());
+}
+
+TEST(ModelConfigTest, IgnoresKeysThatDoNotMatterAndNeutralValues) {
+  const auto config = LoadWith({{"pretraining_tp", 1},
+                                {"partial_rotary_factor", 1.0},
+                                {"attention_chunk_size", nullptr},
+                                {"quantization_config", nullptr},
+                                {"sliding_window", 4096},
+                                {"use_sliding_window", false},
+                                {"layer_types", {"full_attention", "full_attention"}},
+                                {"attention_dropout", 0.1},
+                                {"initializer_range", 0.02},
+                                {"use_cache", false},
+                                {"transformers_version", "4.40.1"},
+                                {"transformers.js_config", {{"dtype", "q4"}}},
+                                {"pad_token_id", -1}});
+  EXPECT_TRUE(config.ok()) << config.status();
+}
+
+TEST(ModelConfigTest, RefusesValuesOutOfRange) {
+  for (const char* key : {"hidden_size", "intermediate_size", "num_hidden_layers",
+                          "num_attention_heads", "vocab_size"}) {
+    ExpectRefused(LoadWith({}, {key}), key, "missing");
+    for (const json& value :
+         {json(0), json(-1), json("128"), json(128.0), json(true), json::array(),
+          json(std::int64_t{1} << 40), json(18446744073709551615u)}) {
+      ExpectRefused(LoadWith({{key, value}}), key, value.dump());
+    }
+  }
+  ExpectRefused(LoadWith({{"num_key_value_heads", 3}}), "num_key_value_heads", "3");
+  ExpectRefused(LoadWith({{"num_key_value_heads", 16}}), "num_key_value_heads", "16");
+  ExpectRefused(LoadWith({{"head_dim", 15}}), "head_dim", "15");
+  ExpectRefused(LoadWith({{"hidden_size", 100}}, {"head_dim"}), "hidden_size", "100");
+  ExpectRefused(LoadWith({{"hidden_size", 24}}, {"head_dim"}), "hidden_size", "24");
+  EXPECT_TRUE(LoadWith({{"hidden_size", 100}}).ok());  // head_dim is explicit
+  ExpectRefused(LoadWith({{"max_position_embeddings", 0}}), "max_position_embeddings", "0");
+  ExpectRefused(LoadWith({{"rms_norm_eps", 0}}), "rms_norm_eps", "0");
+  ExpectRefused(LoadWith({{"rms_norm_eps", "1e-5"}}), "rms_norm_eps", "1e-5");
+  ExpectRefused(LoadWith({{"attention_bias", "false"}}), "attention_bias", "false");
+  ExpectRefused(LoadWith({{"tie_word_embeddings", 1}}), "tie_word_embeddings", "1");
+  ExpectRefused(LoadWith({{"torch_dtype", "float64"}}), "torch_dtype", "float64");
+  ExpectRefused(LoadWith({{"dtype", "int8"}}), "dtype", "int8");
+  ExpectRefused(LoadWith({{"eos_token_id", 320}}), "eos_token_id", "320");
+  ExpectRefused(LoadWith({{"bos_token_id", -1}}), "bos_token_id", "-1");
+  ExpectRefused(LoadWith({{"num_attention_heads", 1 << 20},
+                          {"num_key_value_heads", 1 << 20},
+                          {"head_dim", 1 << 20}}),
+                "num_attention_heads", "1048576");
+}
+
+TEST(ModelConfigTest, RefusesOtherArchitecturesAndListsItsOwn) {
+  ExpectRefused(LoadWith({{"architectures", {"MistralForCausalLM"}}, {"model_type", "mistral"}}),
+                "MistralForCausalLM", "LlamaForCausalLM");
+  ExpectRefused(LoadWith({{"model_type", "mistral"}}), "model_type", "mistral");
+  ExpectRefused(LoadWith({{"model_type", "mistral"}}, {"architectures"}), "mistral",
+                "LlamaForCausalLM");
+  ExpectRefused(LoadWith({}, {"architectures", "model_type"}), "architectures", "missing");
+  for (const json& bad : {json("LlamaForCausalLM"), json::array(), json{1}, json(7)}) {
+    ExpectRefused(LoadWith({{"architectures", bad}}), "architectures", bad.dump());
+  }
+  EXPECT_TRUE(LoadWith({}, {"architectures"}).ok());  // model_type says it
+  EXPECT_TRUE(LoadWith({}, {"model_type"}).ok());
+}
+
+TEST(ModelConfigTest, RefusesTextThatIsNoPlainJsonObject) {
+  ExpectRefused(LoadText(""), "not valid JSON", "");
+  ExpectRefused(LoadText("[1, 2]"), "[1,2]", "object");
+  ExpectRefused(LoadText("null"), "null", "object");
+  ExpectRefused(LoadText(R"({"hidden_size": 1, "hidden_size": 2})"), "hidden_size", "twice");
+  ExpectRefused(LoadText("{\"a\xff\": 1}"), "UTF-8", "");
+  ExpectRefused(LoadText(R"({"a": 1e999})"), "not valid JSON", "");
+  ExpectRefused(LoadText(R"({"a": 1} trailing)"), "not valid JSON", "");
+  const std::string deep(100000, '[');
+  ExpectRefused(LoadText("{\"a\":" + deep), "levels deep", "32");
+  ExpectRefused(LoadText(std::string(17 << 20, ' ')), "17825792 bytes", "16777216");
+
+  const TempDir empty;
+  EXPECT_EQ(LoadModelConfig(empty.path()).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(LoadModelConfig(empty.path() / "no").status().code(), absl::StatusCode::kNotFound);
+  std::filesystem::create_directory(empty.path() / "config.json");
+  EXPECT_EQ(LoadModelConfig(empty.path()).status().code(), absl::StatusCode::kNotFound);
+}
+
+}  // namespace
+}  // namespace weft
