@@ -196,9 +196,11 @@ SlicePart PartOf(const GumbelArgmaxParams& p, std::int64_t row, std::int64_t beg
       const std::int64_t token = p.first_token_id + i;
       if (token + lanes > words_end || token < words_begin) {
         words_begin = token / 4 * 4;
-        words_end = words_begin + kNoiseTokens;
+        const std::int64_t wanted = p.first_token_id + end + lanes - words_begin;
+        const std::int64_t count = std::min(kNoiseTokens, CeilDiv(wanted, 4 * lanes) * 4 * lanes);
+        words_end = words_begin + count;
         PhiloxWords(p.seed[row], p.position[row], static_cast<std::uint32_t>(words_begin / 4),
-                    kNoiseTokens, words);
+                    count, words);
       }
       bits = hn::LoadU(du, words + (token - words_begin));
     }

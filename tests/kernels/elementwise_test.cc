@@ -1,0 +1,167 @@
+#include "kernels/elementwise.h"
+
+#include <limits>
+
+#include "tests/kernels/kernel_test.h"
+
+namespace weft::kernels {
+namespace {
+
+using ElementwiseTest = KernelTest;
+
+TEST_P(ElementwiseTest, RmsNormMatchesDoubles) {
+  CpuStream stream(2);
+  for (std::uint64_t seed = 0; seed < 30; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Rng rng(seed);
+    const std::int32_t rows = RandomInt(rng, 0, 70);
+    const std::int32_t size = RandomInt(rng, 1, seed % 3 == 0 ? 3000 : 70);
+    const float eps = seed % 2 == 0 ? 1e-5F : 1e-6F;
+    const std::vector<float> x =
+        RandomFloats(rng, std::int64_t{rows} * size, seed % 5 == 0 ? 1e-3F : 3.0F);
+    const std::vector<float> weight = RandomFloats(rng, size);
+    std::vector<float> out = x;  // in place
+    ASSERT_TRUE(RmsNorm({.x = out.data(),
+                         .weight = weight.data(),
+                         .out = out.data(),
+                         .num_rows = rows,
+                         .size = size,
+                         .eps = eps},
+                        stream)
+                    .ok());
+    for (std::int32_t row = 0; row < rows; ++row) {
+      double squares = 0.0;
+      for (std::int32_t i = 0; i < size; ++i) squares += std::pow(double{x[row * size + i]}, 2);
+      const double scale = 1.0 / std::sqrt(squares / size + eps);
+      for (std::int32_t i = 0; i < size; ++i) {
+        const double want = x[row * size + i] * scale * weight[i];
+        ASSERT_NEAR(out[row * size + i], want, 2e-6 * std::abs(want) + 1e-30);
+      }
+    }
+  }
+}
+
+TEST_P(ElementwiseTest, RopeRotatesHalves) {
+  CpuStream stream(2);
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Rng rng(seed);
+    const std::int32_t rows = RandomInt(rng, 0, 40);
+    const std::int32_t heads = RandomInt(rng, 1, 9);
+    const std::int32_t half = RandomInt(rng, 1, 40);
+    const std::int64_t stride = std::int64_t{2} * half * heads + RandomInt(rng, 0, 9);
+    const std::vector<float> x = RandomFloats(rng, rows * stride);
+    std::vector<float> cos;
+    std::vector<float> sin;
+    for (const float angle : RandomFloats(rng, std::int64_t{rows} * half, 100.0F)) {
+      cos.push_back(std::cos(angle));
+      sin.push_back(std::sin(angle));
+    }
+    std::vector<float> out = x;
+    ASSERT_TRUE(Rope({.x = out.data(),
+                      .cos = cos.data(),
+                      .sin = sin.data(),
+                      .num_rows = rows,
+                      .num_heads = heads,
+                      .head_dim = 2 * half,
+                      .row_stride = stride},
+                     stream)
+                    .ok());
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t i = 0; i < stride; ++i) {
+        const std::int64_t at = row * stride + i;
+        if (i >= std::int64_t{2} * half * heads) {
+          ASSERT_EQ(out[at], x[at]) << "between rows";
+          continue;
+        }
+        const std::int64_t pair = i % (2 * half) % half;
+        const double c = cos[row * half + pair];
+        const double s = sin[row * half + pair];
+        const double want =
+            i % (2 * half) < half ? x[at] * c - x[at + half] * s : x[at] * c + x[at - half] * s;
+        ASSERT_NEAR(out[at], want, 1e-6);
+      }
+    }
+  }
+}
+
+TEST_P(ElementwiseTest, SiluMulMatchesDoublesEverywhere) {
+  CpuStream stream(2);
+  for (const std::int32_t size : {1, 7, 64, 1003}) {
+    Rng rng(static_cast<std::uint64_t>(size));
+    const std::int32_t rows = 5;
+    std::vector<float> gate_up = RandomFloats(rng, std::int64_t{rows} * 2 * size, 20.0F);
+    gate_up[0] = -500.0F;
+    std::vector<float> out(static_cast<std::size_t>(rows) * size);
+    const auto run = [&] {
+      ASSERT_TRUE(
+          SiluMul({.gate_up = gate_up.data(), .out = out.data(), .num_rows = rows, .size = size},
+                  stream)
+              .ok());
+    };
+    run();
+    for (std::int32_t row = 0; row < rows; ++row) {
+      for (std::int32_t i = 0; i < size; ++i) {
+        const double x = gate_up[row * 2 * size + i];
+        const double want = x / (1.0 + std::exp(-x)) * gate_up[row * 2 * size + size + i];
+        ASSERT_NEAR(out[row * size + i], want, 2e-6 * std::abs(want) + 1e-30);
+      }
+    }
+    gate_up[0] = std::numeric_limits<float>::quiet_NaN();
+    run();
+    EXPECT_TRUE(std::isnan(out[0]));
+  }
+}
+
+TEST_P(ElementwiseTest, RowsDoNotDependOnBatchOrThreads) {
+  CpuStream one(1);
+  CpuStream three(3);
+  Rng rng(11);
+  constexpr std::int32_t kRows = 65;
+  constexpr std::int32_t kSize = 531;
+  const std::vector<float> x = RandomFloats(rng, kRows * 2 * kSize);
+  const std::vector<float> weight = RandomFloats(rng, kSize);
+  std::vector<float> norm(kRows * kSize);
+  std::vector<float> silu(kRows * kSize);
+  const auto run = [&](std::int32_t row, std::int32_t rows, CpuStream& stream,
+                       std::vector<float>& norm_out, std::vector<float>& silu_out) {
+    ASSERT_TRUE(RmsNorm({.x = x.data() + row * kSize,
+                         .weight = weight.data(),
+                         .out = norm_out.data() + row * kSize,
+                         .num_rows = rows,
+                         .size = kSize,
+                         .eps = 1e-5F},
+                        stream)
+                    .ok());
+    ASSERT_TRUE(SiluMul({.gate_up = x.data() + row * 2 * kSize,
+                         .out = silu_out.data() + row * kSize,
+                         .num_rows = rows,
+                         .size = kSize},
+                        stream)
+                    .ok());
+  };
+  run(0, kRows, three, norm, silu);
+  std::vector<float> norm_alone(kRows * kSize);
+  std::vector<float> silu_alone(kRows * kSize);
+  for (std::int32_t row = 0; row < kRows; ++row) run(row, 1, one, norm_alone, silu_alone);
+  EXPECT_TRUE(SameBits(norm, norm_alone));
+  EXPECT_TRUE(SameBits(silu, silu_alone));
+}
+
+TEST_P(ElementwiseTest, GatherRowsCopies) {
+  CpuStream stream(2);
+  const std::vector<float> in = {0, 1, 10, 11, 20, 21};
+  const std::vector<std::int32_t> index = {2, 0, 2, 1};
+  std::vector<float> out(8);
+  ASSERT_TRUE(
+      GatherRows(
+          {.in = in.data(), .index = index.data(), .out = out.data(), .num_rows = 4, .size = 2},
+          stream)
+          .ok());
+  EXPECT_EQ(out, (std::vector<float>{20, 21, 0, 1, 20, 21, 10, 11}));
+}
+
+WEFT_FOR_EACH_TARGET(ElementwiseTest);
+
+}  // namespace
+}  // namespace weft::kernels
