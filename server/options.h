@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "server/base/check.h"
 #include "server/exit_codes.h"
 
 namespace weft {
@@ -47,36 +48,21 @@ class OptionParser {
   // Heads the options that follow in --help and --print-config.
   void Group(std::string_view title);
 
-  void Add(std::string_view names, std::string* value, std::string_view help);
-  // A flag: --name, --no-name, or --name=false. In the environment and in files: true or false.
-  void Add(std::string_view names, bool* value, std::string_view help);
-  void Add(std::string_view names, std::int32_t* value, std::string_view help,
+  // T is one of
+  //   std::string
+  //   bool             a flag: --name, --no-name, --name=false; elsewhere true or false
+  //   std::int32_t, std::int64_t, std::uint64_t, double     with a range if need be
+  //   absl::Duration   "3s", "500ms", "1h30m", "inf"; never negative
+  // or a std::optional of one of these, without a default: nullopt until given; or a std::vector of
+  // one of these but bool: comma-separated, and the flag may be repeated.
+  template <typename T>
+  void Add(std::string_view names, T* value, std::string_view help,
            std::optional<Range> range = std::nullopt);
-  void Add(std::string_view names, std::int64_t* value, std::string_view help,
-           std::optional<Range> range = std::nullopt);
-  void Add(std::string_view names, double* value, std::string_view help,
-           std::optional<Range> range = std::nullopt);
-  // "3s", "500ms", "2m", "1h30m", "inf"; never negative.
-  void Add(std::string_view names, absl::Duration* value, std::string_view help);
-  // Lists: comma-separated; the flag may be repeated.
-  void Add(std::string_view names, std::vector<std::string>* value, std::string_view help);
-  void Add(std::string_view names, std::vector<std::int32_t>* value, std::string_view help,
-           std::optional<Range> range = std::nullopt);
-  // Options without a default: nullopt until given.
-  void Add(std::string_view names, std::optional<std::string>* value, std::string_view help);
-  void Add(std::string_view names, std::optional<std::int32_t>* value, std::string_view help,
-           std::optional<Range> range = std::nullopt);
-  void Add(std::string_view names, std::optional<std::int64_t>* value, std::string_view help,
-           std::optional<Range> range = std::nullopt);
-  void Add(std::string_view names, std::optional<std::uint64_t>* value, std::string_view help,
-           std::optional<Range> range = std::nullopt);
-  void Add(std::string_view names, std::optional<double>* value, std::string_view help,
-           std::optional<Range> range = std::nullopt);
-  void Add(std::string_view names, std::optional<bool>* value, std::string_view help);
-  // "2GiB", "512MiB", "64KiB", "1.5GB", or a number of bytes; never negative.
-  void AddBytes(std::string_view names, std::int64_t* value, std::string_view help);
-  void AddBytes(std::string_view names, std::optional<std::int64_t>* value, std::string_view help);
-  // One of `allowed`.
+  // Bytes: "2GiB", "512MiB", "1.5GB" or a plain number; never negative. T is std::int64_t or a
+  // std::optional of it.
+  template <typename T>
+  void AddBytes(std::string_view names, T* value, std::string_view help);
+  // One of `allowed`; the variable's value must be, too.
   void AddChoice(std::string_view names, std::string* value, std::vector<std::string> allowed,
                  std::string_view help);
   template <typename E>
@@ -101,12 +87,16 @@ class OptionParser {
  private:
   // How the table reads and writes one option's variable.
   struct Value {
-    std::function<absl::Status(const std::vector<std::string>& texts)> set;
+    // Sets the variable (from one text, or the items of a list), or gives back the text it does
+    // not take.
+    std::function<std::optional<std::string>(const std::vector<std::string>& texts)> set;
     // One text (several for lists, none when unset) that `set` reads back.
     std::function<std::vector<std::string>()> show;
+    std::string takes;  // for errors: "an integer from 1 to 1024"
+    std::string kind;   // for --help: "INT"
     bool is_flag = false;
     bool is_list = false;
-    bool is_text = false;  // quoted in --print-config
+    bool is_text = false;  // a string in JSON
   };
   struct Impl;
 
@@ -131,7 +121,8 @@ void OptionParser::AddEnum(std::string_view names, E* value,
       names, std::move(texts), [value, values](std::size_t i) { *value = values[i]; },
       [value, values] {
         std::size_t i = 0;
-        while (i + 1 < values.size() && values[i] != *value) ++i;
+        while (i < values.size() && values[i] != *value) ++i;
+        CHECK(i < values.size());
         return i;
       },
       help);
