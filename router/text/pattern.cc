@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <pcre2.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -80,14 +82,21 @@ absl::Status Pattern::FindAll(std::string_view text, std::vector<TextRange>& mat
   const std::unique_ptr<pcre2_match_data, Freer<pcre2_match_data_free>> data(
       pcre2_match_data_create(1, nullptr));
   CHECK(data != nullptr);
+  // A run of one kind of character is given up character by character, so the limit must grow with
+  // the text; a pattern that backtracks over its own backtracking meets it all the same.
+  const std::unique_ptr<pcre2_match_context, Freer<pcre2_match_context_free>> context(
+      pcre2_match_context_create(nullptr));
+  CHECK(context != nullptr);
+  pcre2_set_match_limit(context.get(), static_cast<std::uint32_t>(std::min<std::size_t>(
+                                           1'000'000 + 16 * text.size(), UINT32_MAX)));
   std::size_t start = 0;
   std::optional<std::size_t> last_end;
   while (start <= text.size()) {
-    int rc =
-        pcre2_match(code, subject, text.size(), start, PCRE2_NO_UTF_CHECK, data.get(), nullptr);
+    int rc = pcre2_match(code, subject, text.size(), start, PCRE2_NO_UTF_CHECK, data.get(),
+                         context.get());
     if (rc == PCRE2_ERROR_JIT_STACKLIMIT) {  // The interpreter keeps its stack on the heap.
       rc = pcre2_match(code, subject, text.size(), start, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT,
-                       data.get(), nullptr);
+                       data.get(), context.get());
     }
     if (rc == PCRE2_ERROR_NOMATCH) return absl::OkStatus();
     if (rc < 0) {
