@@ -1,0 +1,261 @@
+#include <atomic>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/clock.h"
+#include "client/batch.h"
+#include "client/commands.h"
+#include "client/local_cluster.h"
+#include "client/prompts_file.h"
+#include "client/server_info.h"
+#include "fmt/format.h"
+#include "grpcpp/channel.h"
+#include "server/base/log.h"
+#include "server/base/status_macros.h"
+#include "server/group_flags.h"
+#include "server/grpc_server.h"
+#include "server/options.h"
+#include "server/signals.h"
+#include "server/supervisor.h"
+
+namespace weft {
+namespace {
+
+struct GenerateFlags {
+  std::optional<std::string> address;
+  bool skip_tokenizer_init = false;
+
+  std::optional<std::string> prompt;
+  std::optional<std::string> prompt_token_ids;
+  std::optional<std::string> prompts_file;
+
+  std::optional<std::int32_t> max_tokens;
+  std::optional<double> temperature;
+  std::optional<double> top_p;
+  std::optional<std::int32_t> top_k;
+  std::optional<std::uint64_t> seed;
+  std::vector<std::int32_t> stop_token_ids;
+  std::optional<bool> ignore_eos;
+
+  std::string format = "text";
+  std::int32_t concurrency = 64;
+
+  void AddTo(OptionParser& parser);
+  v1::SamplingParams Sampling() const;
+  // Every request, complete. INVALID_ARGUMENT or NOT_FOUND says what is wrong with the input.
+  absl::StatusOr<std::vector<v1::GenerateRequest>> Requests() const;
+};
+
+void GenerateFlags::AddTo(OptionParser& parser) {
+  parser.Group("Where");
+  parser.Add("--address", &address,
+             "A running router, HOST:PORT; without it, processes are started for this call");
+  parser.Add("--skip-tokenizer-init", &skip_tokenizer_init,
+             "No tokenizer: prompts are token ids, and no text comes back");
+  parser.Group("Prompts");
+  parser.Add("--prompt", &prompt, "Text of one prompt");
+  parser.Add("--prompt-token-ids", &prompt_token_ids, "Token ids of one prompt: 1,2,3");
+  parser.Add("--prompts-file", &prompts_file,
+             "A JSON object per line, with prompt or prompt_token_ids and any sampling field");
+  parser.Group("Sampling");
+  parser.Add("--max-tokens", &max_tokens, "Tokens to generate at most; 16");
+  parser.Add("--temperature", &temperature, "0 is greedy; 1");
+  parser.Add("--top-p", &top_p, "1");
+  parser.Add("--top-k", &top_k, "0 or -1: all tokens; 0");
+  parser.Add("--seed", &seed, "Drawn if absent");
+  parser.Add("--stop-token-ids", &stop_token_ids, "Tokens that end a completion");
+  parser.Add("--ignore-eos", &ignore_eos, "Go on after the end of the sequence");
+  parser.Group("Output");
+  parser.AddChoice("--format", &format, {"text", "json"}, "json: one line per completion");
+  parser.Add("--concurrency", &concurrency, "Requests under way at a time", Range(1, 65536));
+}
+
+v1::SamplingParams GenerateFlags::Sampling() const {
+  v1::SamplingParams sampling;
+  if (max_tokens) sampling.set_max_tokens(*max_tokens);
+  if (temperature) sampling.set_temperature(static_cast<float>(*temperature));
+  if (top_p) sampling.set_top_p(static_cast<float>(*top_p));
+  if (top_k) sampling.set_top_k(*top_k);
+  if (seed) sampling.set_seed(*seed);
+  if (ignore_eos) sampling.set_ignore_eos(*ignore_eos);
+  sampling.mutable_stop_token_ids()->Add(stop_token_ids.begin(), stop_token_ids.end());
+  return sampling;
+}
+
+absl::StatusOr<std::vector<v1::GenerateRequest>> GenerateFlags::Requests() const {
+  if (prompt.has_value() + prompt_token_ids.has_value() + prompts_file.has_value() != 1) {
+    return absl::InvalidArgumentError(
+        "exactly one of --prompt, --prompt-token-ids and --prompts-file is wanted");
+  }
+  if (prompts_file) {
+    std::ifstream file(*prompts_file, std::ios::binary);
+    std::ostringstream contents;
+    if (file) contents << file.rdbuf();
+    if (!file) return absl::NotFoundError(fmt::format("{}: cannot be read", *prompts_file));
+    ASSIGN_OR_RETURN(std::vector<v1::GenerateRequest> requests,
+                     ParsePromptsFile(contents.str(), *prompts_file, Sampling()));
+    if (requests.empty()) {
+      return absl::InvalidArgumentError(fmt::format("{}: no prompt in it", *prompts_file));
+    }
+    return requests;
+  }
+  v1::GenerateRequest request;
+  *request.mutable_sampling() = Sampling();
+  if (prompt) {
+    request.set_text(*prompt);
+  } else {
+    ASSIGN_OR_RETURN(const std::vector<std::int32_t> ids, ParseTokenIds(*prompt_token_ids));
+    request.mutable_token_ids()->mutable_ids()->Add(ids.begin(), ids.end());
+  }
+  return std::vector<v1::GenerateRequest>{std::move(request)};
+}
+
+void Print(std::string_view text) {
+  fmt::print("{}", text);
+  std::fflush(stdout);
+}
+
+void PrintSummary(const BatchStats& stats, std::size_t num_requests) {
+  fmt::print(
+      stderr,
+      "\n{} request{}, {} prompt tokens, {} tokens in {:.2f} s: {:.1f} tokens/s, first token "
+      "after {:.0f} ms\n",
+      num_requests, num_requests == 1 ? "" : "s", stats.prompt_tokens, stats.completion_tokens,
+      absl::ToDoubleSeconds(stats.wall_time),
+      static_cast<double>(stats.completion_tokens) / absl::ToDoubleSeconds(stats.wall_time),
+      absl::ToDoubleMilliseconds(stats.time_to_first_token));
+}
+
+// Sends the requests to the router at `address` and prints what comes until `cancelled`, when the
+// router is gone and errors say nothing. The exit code.
+int RunClient(const std::string& address, const std::vector<v1::GenerateRequest>& requests,
+              const GenerateFlags& flags, const std::atomic<bool>& cancelled) {
+  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
+  BatchOptions options = {.concurrency = flags.concurrency};
+  const bool one_text = flags.format == "text" && requests.size() == 1;
+  if (one_text) {
+    options.on_message = [](std::size_t, const v1::GenerateResponse& response) {
+      Print(response.text());
+    };
+  }
+  options.on_completion = [&](std::size_t index, const Completion& completion) {
+    if (cancelled) return;
+    if (flags.format == "json") {
+      Print(CompletionToJson(index, completion) + "\n");
+    } else if (!completion.status.ok()) {
+      fmt::print(stderr, "weft generate: prompt {}: {}\n", index,
+                 std::string(completion.status.message()));
+    } else {
+      Print((one_text ? "" : completion.text) + "\n");
+    }
+  };
+  const BatchStats stats = RunBatch(*stub, requests, options);
+  if (!cancelled) PrintSummary(stats, requests.size());
+  return stats.failed == 0 ? 0 : 1;
+}
+
+// Waits until the router at `address` has a ready group, and prints its layout. False when
+// `cancelled` came first.
+bool WaitUntilReady(const std::string& address, const std::atomic<bool>& cancelled) {
+  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
+  while (!cancelled) {
+    const auto info = FetchServerInfo(*stub, absl::Seconds(1));
+    if (info.ok() && info->groups_size() > 0 && info->groups(0).ready()) {
+      fmt::print(stderr, "{}: {}\n\n", info->groups(0).model(), DescribeLayout(info->groups(0)));
+      return true;
+    }
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  return false;
+}
+
+// The arguments of a router that serves this call only.
+std::vector<std::string> RouterArguments(const GroupFlags& group, const GenerateFlags& flags) {
+  std::vector<std::string> arguments = {
+      "--listen=" + UniqueSocketAddress("router"),
+      "--model=" + group.model,
+      "--log-level=" + group.log_level,
+      "--queue-timeout=inf",  // an unready group says so by itself
+      "--drain-timeout=0s",   // whoever stops us does not wait for the rest
+  };
+  if (!group.served_model_name.empty()) {
+    arguments.push_back("--served-model-name=" + group.served_model_name);
+  }
+  if (flags.skip_tokenizer_init) arguments.push_back("--skip-tokenizer-init");
+  return arguments;
+}
+
+// Starts a router and workers, sends the requests, stops everything. The exit code.
+int RunOffline(const GroupFlags& group, std::vector<std::string> worker_arguments,
+               const GenerateFlags& flags, const std::vector<v1::GenerateRequest>& requests,
+               TerminationSignals& signals) {
+  Supervisor supervisor({.max_failed_starts = 3});
+  std::atomic<bool> cancelled = false;
+  std::atomic<int> signal = 0;
+  std::thread signal_waiter([&] {
+    signal = signals.Wait();
+    cancelled = true;
+    supervisor.RequestStop();
+  });
+
+  int client_code = 0;
+  std::thread client;
+  worker_arguments.push_back("--log-level=" + group.log_level);
+  LocalCluster cluster = {.tensor_parallel_size = group.tensor_parallel_size,
+                          .worker_arguments = std::move(worker_arguments),
+                          .router_arguments = RouterArguments(group, flags)};
+  cluster.on_router_ready = [&](const std::string& address) {
+    if (client.joinable()) return;  // the router was restarted; its requests have failed
+    client = std::thread([&, address] {
+      if (WaitUntilReady(address, cancelled)) {
+        client_code = RunClient(address, requests, flags, cancelled);
+      }
+      supervisor.RequestStop();
+    });
+  };
+  cluster.AddTo(supervisor);
+  const int supervisor_code = supervisor.Run();
+
+  cancelled = true;
+  if (client.joinable()) client.join();
+  signals.Wake();
+  signal_waiter.join();
+  if (signal != 0) return 128 + signal;  // as a shell says it
+  return supervisor_code != 0 ? supervisor_code : client_code;
+}
+
+}  // namespace
+
+int GenerateCommand(int argc, char** argv) {
+  TerminationSignals signals;
+  GroupFlags group;
+  group.log_level = "warn";
+  GenerateFlags flags;
+  OptionParser parser("weft generate",
+                      "Completes prompts. Without --address, a router and a group of ranks are "
+                      "started for this call and stopped after it.");
+  flags.AddTo(parser);
+  group.AddTo(parser);
+  if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
+  InitLog("weft", group.log_level);
+  InitGrpcLog();
+
+  absl::StatusOr<std::vector<v1::GenerateRequest>> requests = flags.Requests();
+  absl::Status status = requests.status();
+  if (status.ok() && !flags.address) status = group.Check();
+  if (!status.ok()) {
+    fmt::print(stderr, "weft generate: {}\n", std::string(status.message()));
+    return kExitConfigError;
+  }
+  for (v1::GenerateRequest& request : *requests) request.set_model(group.served_model_name);
+  if (flags.address) return RunClient(*flags.address, *requests, flags, /*cancelled=*/false);
+  return RunOffline(group, GroupFlags::Arguments(parser), flags, *requests, signals);
+}
+
+}  // namespace weft

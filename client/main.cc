@@ -1,0 +1,42 @@
+#include <cstdio>
+#include <string_view>
+
+#include "client/commands.h"
+#include "fmt/format.h"
+#include "server/exit_codes.h"
+#include "server/version.h"
+
+namespace {
+
+constexpr std::string_view kUsage =
+    "weft: a decode cluster for language models whose KV cache is sharded by position\n"
+    "\n"
+    "  weft serve MODEL_DIR [flags]     a router and a group of workers on this host\n"
+    "  weft generate [flags]            complete prompts, with processes of its own or a server's\n"
+    "  weft status [flags]              what serves behind a router, and its load\n"
+    "\n"
+    "weft COMMAND --help lists the flags of a command.\n";
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string_view command = argc > 1 ? argv[1] : "";
+  if (command == "serve") return weft::ServeCommand(argc - 1, argv + 1);
+  if (command == "generate") return weft::GenerateCommand(argc - 1, argv + 1);
+  if (command == "status") return weft::StatusCommand(argc - 1, argv + 1);
+  if (command == "--help" || command == "-h" || command == "help") {
+    fmt::print("{}", kUsage);
+    return 0;
+  }
+  if (command == "--version") {
+    fmt::print("{}\n", weft::Version());
+    return 0;
+  }
+  if (command.empty()) {
+    fmt::print(stderr, "{}", kUsage);
+  } else {
+    fmt::print(stderr, "weft: there is no command \"{}\"; serve, generate and status are there\n",
+               command);
+  }
+  return weft::kExitConfigError;
+}

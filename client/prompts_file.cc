@@ -1,0 +1,158 @@
+#include "client/prompts_file.h"
+
+#include <charconv>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "fmt/format.h"
+#include "nlohmann/json.hpp"
+#include "server/base/status_macros.h"
+
+namespace weft {
+namespace {
+
+using Json = nlohmann::json;
+
+absl::Status WrongType(std::string_view key, std::string_view wanted, const Json& seen) {
+  std::string text = seen.dump(-1, ' ', false, Json::error_handler_t::replace);
+  if (text.size() > 60) text = text.substr(0, 60) + "...";
+  return absl::InvalidArgumentError(fmt::format("`{}` is {}; {} is wanted", key, text, wanted));
+}
+
+std::optional<std::int32_t> AsInt32(const Json& value) {
+  if (value.is_number_unsigned()) {
+    const auto v = value.get<std::uint64_t>();
+    if (v > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max())) return {};
+    return static_cast<std::int32_t>(v);
+  }
+  if (!value.is_number_integer()) return {};
+  const auto v = value.get<std::int64_t>();
+  if (v < std::numeric_limits<std::int32_t>::min()) return {};
+  return static_cast<std::int32_t>(v);
+}
+
+// `out` is a repeated field of int32.
+template <typename Field>
+absl::Status ReadIds(std::string_view key, const Json& value, Field& out) {
+  constexpr std::string_view kWanted = "a list of token ids";
+  if (!value.is_array()) return WrongType(key, kWanted, value);
+  out.Clear();
+  for (const Json& id : value) {
+    const std::optional<std::int32_t> v = AsInt32(id);
+    if (!v) return WrongType(key, kWanted, value);
+    out.Add(*v);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReadInt(std::string_view key, const Json& value, v1::SamplingParams& sampling,
+                     void (v1::SamplingParams::*set)(std::int32_t)) {
+  const std::optional<std::int32_t> v = AsInt32(value);
+  if (!v) return WrongType(key, "an integer", value);
+  (sampling.*set)(*v);
+  return absl::OkStatus();
+}
+
+absl::Status ReadFloat(std::string_view key, const Json& value, v1::SamplingParams& sampling,
+                       void (v1::SamplingParams::*set)(float)) {
+  if (!value.is_number()) return WrongType(key, "a number", value);
+  (sampling.*set)(value.get<float>());
+  return absl::OkStatus();
+}
+
+absl::Status ReadField(const std::string& key, const Json& value, v1::GenerateRequest& request) {
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  if (key == "prompt") {
+    if (!value.is_string()) return WrongType(key, "a string", value);
+    request.set_text(value.get_ref<const std::string&>());
+    return absl::OkStatus();
+  }
+  if (key == "prompt_token_ids") {
+    return ReadIds(key, value, *request.mutable_token_ids()->mutable_ids());
+  }
+  if (key == "max_tokens") {
+    return ReadInt(key, value, sampling, &v1::SamplingParams::set_max_tokens);
+  }
+  if (key == "top_k") return ReadInt(key, value, sampling, &v1::SamplingParams::set_top_k);
+  if (key == "temperature") {
+    return ReadFloat(key, value, sampling, &v1::SamplingParams::set_temperature);
+  }
+  if (key == "top_p") return ReadFloat(key, value, sampling, &v1::SamplingParams::set_top_p);
+  if (key == "seed") {
+    if (!value.is_number_unsigned()) return WrongType(key, "an integer from 0 to 2^64-1", value);
+    sampling.set_seed(value.get<std::uint64_t>());
+    return absl::OkStatus();
+  }
+  if (key == "ignore_eos") {
+    if (!value.is_boolean()) return WrongType(key, "true or false", value);
+    sampling.set_ignore_eos(value.get<bool>());
+    return absl::OkStatus();
+  }
+  if (key == "stop_token_ids") return ReadIds(key, value, *sampling.mutable_stop_token_ids());
+  return absl::InvalidArgumentError(fmt::format(
+      "`{}` is unknown; prompt, prompt_token_ids, max_tokens, temperature, top_k, top_p, "
+      "seed, ignore_eos and stop_token_ids are known",
+      key));
+}
+
+absl::StatusOr<v1::GenerateRequest> ParseLine(std::string_view line,
+                                              const v1::SamplingParams& defaults) {
+  const Json object = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+  if (!object.is_object()) return absl::InvalidArgumentError("not a JSON object");
+  const auto given = [&](const char* key) {
+    const auto it = object.find(key);
+    return it != object.end() && !it->is_null();
+  };
+  if (given("prompt") == given("prompt_token_ids")) {
+    return absl::InvalidArgumentError("exactly one of `prompt` and `prompt_token_ids` is wanted");
+  }
+  v1::GenerateRequest request;
+  *request.mutable_sampling() = defaults;
+  for (const auto& [key, value] : object.items()) {
+    if (!value.is_null()) RETURN_IF_ERROR(ReadField(key, value, request));
+  }
+  return request;
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<v1::GenerateRequest>> ParsePromptsFile(
+    std::string_view contents, std::string_view file_name, const v1::SamplingParams& defaults) {
+  std::vector<v1::GenerateRequest> requests;
+  for (int number = 1; !contents.empty(); ++number) {
+    const std::size_t end = contents.find('\n');
+    const std::string_view line = contents.substr(0, end);
+    contents.remove_prefix(end == std::string_view::npos ? contents.size() : end + 1);
+    if (line.find_first_not_of(" \t\r") == std::string_view::npos) continue;
+    absl::StatusOr<v1::GenerateRequest> request = ParseLine(line, defaults);
+    if (!request.ok()) {
+      return absl::InvalidArgumentError(
+          fmt::format("{}:{}: {}", file_name, number, std::string(request.status().message())));
+    }
+    requests.push_back(*std::move(request));
+  }
+  return requests;
+}
+
+absl::StatusOr<std::vector<std::int32_t>> ParseTokenIds(std::string_view list) {
+  std::vector<std::int32_t> ids;
+  while (true) {
+    const std::size_t comma = list.find(',');
+    std::string_view item = list.substr(0, comma);
+    while (!item.empty() && item.front() == ' ') item.remove_prefix(1);
+    while (!item.empty() && item.back() == ' ') item.remove_suffix(1);
+    std::int32_t id = 0;
+    const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), id);
+    if (error != std::errc() || end != item.data() + item.size()) {
+      return absl::InvalidArgumentError(
+          fmt::format("\"{}\" is not a token id; a list like 1,2,3 is wanted", item));
+    }
+    ids.push_back(id);
+    if (comma == std::string_view::npos) return ids;
+    list.remove_prefix(comma + 1);
+  }
+}
+
+}  // namespace weft

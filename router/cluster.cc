@@ -1,0 +1,156 @@
+#include "router/cluster.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "fmt/format.h"
+#include "router/policy.h"
+#include "router/validate.h"
+#include "server/error_reason.h"
+
+namespace weft {
+namespace {
+
+constexpr std::chrono::milliseconds kTick{50};
+
+}  // namespace
+
+Cluster::Cluster(ClusterOptions options) : options_(std::move(options)) {
+  ClusterSnapshot snapshot;
+  for (std::size_t i = 0; i < options_.addresses.size(); ++i) {
+    links_.push_back(std::make_shared<GroupLink>(options_.addresses[i], options_.link,
+                                                 [this, i] { OnChange(i); }));
+    snapshot.groups.push_back(links_.back()->Snapshot());
+  }
+  snapshot_ = std::make_shared<const ClusterSnapshot>(std::move(snapshot));
+  ticker_ = std::thread([this] { RunTicker(); });
+}
+
+Cluster::~Cluster() {
+  {
+    MutexLock lock(mutex_);
+    stopping_ = true;
+    wake_ticker_.NotifyAll();
+  }
+  ticker_.join();
+  FailOverdue(Clock::time_point::max());
+  for (const auto& link : links_) link->Shutdown();
+}
+
+std::shared_ptr<const ClusterSnapshot> Cluster::Snapshot() const {
+  MutexLock lock(mutex_);
+  return snapshot_;
+}
+
+Cluster::WaitId Cluster::Place(std::int64_t prompt_tokens, PlaceHandler done) {
+  absl::StatusOr<GroupLease> result;
+  WaitId id{};
+  {
+    MutexLock lock(mutex_);
+    id = WaitId{next_wait_++};
+    result = TryPlace(prompt_tokens);
+    if (absl::IsUnavailable(result.status()) && !stopping_) {
+      if (static_cast<std::int64_t>(waiting_.size()) < options_.max_waiting) {
+        waiting_.push_back(
+            {id, prompt_tokens, Clock::now() + options_.queue_timeout, std::move(done)});
+        return id;
+      }
+      result =
+          WithReason(absl::ResourceExhaustedError(fmt::format(
+                         "no group is ready and {} requests wait already (--max-queued-requests)",
+                         waiting_.size())),
+                     kReasonOverloaded);
+    }
+  }
+  done(std::move(result));
+  return id;
+}
+
+bool Cluster::CancelPlace(WaitId id) {
+  Waiter cancelled;  // its handler is destroyed without the lock
+  MutexLock lock(mutex_);
+  const auto it = std::find_if(waiting_.begin(), waiting_.end(),
+                               [id](const Waiter& waiter) { return waiter.id == id; });
+  if (it == waiting_.end()) return false;
+  cancelled = std::move(*it);
+  waiting_.erase(it);
+  return true;
+}
+
+void Cluster::OnChange(std::size_t index) {
+  std::vector<Outcome> outcomes;
+  {
+    MutexLock lock(mutex_);
+    ClusterSnapshot next = *snapshot_;
+    next.groups[index] = links_[index]->Snapshot();
+    snapshot_ = std::make_shared<const ClusterSnapshot>(std::move(next));
+    while (!waiting_.empty()) {
+      absl::StatusOr<GroupLease> result = TryPlace(waiting_.front().prompt_tokens);
+      if (absl::IsUnavailable(result.status())) break;
+      outcomes.push_back({std::move(waiting_.front().done), std::move(result)});
+      waiting_.pop_front();
+    }
+  }
+  for (Outcome& outcome : outcomes) outcome.done(std::move(outcome.result));
+}
+
+void Cluster::RunTicker() {
+  while (true) {
+    const Clock::time_point now = Clock::now();
+    for (const auto& link : links_) link->Tick(now);
+    FailOverdue(now);
+    MutexLock lock(mutex_);
+    if (!stopping_) wake_ticker_.WaitUntil(mutex_, now + kTick);
+    if (stopping_) return;
+  }
+}
+
+void Cluster::FailOverdue(Clock::time_point now) {
+  std::vector<Waiter> overdue;
+  std::string states;
+  {
+    MutexLock lock(mutex_);
+    while (!waiting_.empty() && waiting_.front().deadline <= now) {
+      overdue.push_back(std::move(waiting_.front()));
+      waiting_.pop_front();
+    }
+    if (overdue.empty()) return;
+    for (const auto& group : snapshot_->groups) {
+      states +=
+          fmt::format("{}{}: {}", states.empty() ? "" : "; ", group->info.address(), group->state);
+    }
+  }
+  for (Waiter& waiter : overdue) {
+    waiter.done(
+        WithReason(absl::UnavailableError(fmt::format("no group became ready within {} ms ({})",
+                                                      options_.queue_timeout.count(), states)),
+                   kReasonNotReady));
+  }
+}
+
+absl::StatusOr<GroupLease> Cluster::TryPlace(std::int64_t prompt_tokens) {
+  if (stopping_) return WithReason(absl::UnavailableError("the router stops"), kReasonDraining);
+  std::vector<std::shared_ptr<const GroupSnapshot>> groups(links_.size());
+  std::vector<GroupLoad> loads(links_.size());
+  std::optional<std::int64_t> longest_model_len;  // of the ready ones
+  for (std::size_t i = 0; i < links_.size(); ++i) {
+    groups[i] = links_[i]->Snapshot();  // snapshot_ may be a moment behind
+    const GroupSnapshot& group = *groups[i];
+    loads[i] = {.ready = group.ready,
+                .max_prompt_tokens = group.info.max_model_len() - 1,
+                .requests = group.other_requests + links_[i]->in_flight(),
+                .free_blocks = group.info.num_free_blocks()};
+    if (group.ready) {
+      longest_model_len =
+          std::max<std::int64_t>(longest_model_len.value_or(0), group.info.max_model_len());
+    }
+  }
+  if (const auto chosen = PickGroup(loads, prompt_tokens)) {
+    return GroupLease(links_[*chosen], std::move(groups[*chosen]));
+  }
+  if (longest_model_len) return ValidatePromptLength(prompt_tokens, *longest_model_len);
+  return WithReason(absl::UnavailableError("no group is ready"), kReasonNotReady);
+}
+
+}  // namespace weft

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "router/cluster_snapshot.h"
+#include "router/group_link.h"
+#include "server/base/mutex.h"
+
+namespace weft {
+
+struct ClusterOptions {
+  // host:port or unix-abstract:NAME of each group's leader.
+  std::vector<std::string> addresses;
+  GroupLinkOptions link;
+  // Requests that may wait for a group to become ready, and for how long.
+  std::int64_t max_waiting = 1024;
+  std::chrono::milliseconds queue_timeout{30000};
+};
+
+// The groups behind this router, and the requests that wait for one of them.
+//
+// Thread-safe. A thread of its own opens connections and notices silence and timeouts.
+class Cluster {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using PlaceHandler = std::function<void(absl::StatusOr<GroupLease>)>;
+  enum class WaitId : std::uint64_t {};
+
+  explicit Cluster(ClusterOptions options);
+  // Fails what still waits, cancels the calls, and waits until every GroupLease is returned.
+  ~Cluster();
+  Cluster(const Cluster&) = delete;
+  Cluster& operator=(const Cluster&) = delete;
+
+  std::shared_ptr<const ClusterSnapshot> Snapshot() const;
+
+  // Chooses a group for a prompt and calls `done` once, here or later on another thread:
+  // INVALID_ARGUMENT  the prompt is too long for every ready group;
+  // UNAVAILABLE       no group became ready within queue_timeout;
+  // RESOURCE_EXHAUSTED  max_waiting requests wait already.
+  WaitId Place(std::int64_t prompt_tokens, PlaceHandler done);
+
+  // Forgets a request that waits. False when its handler has run or is about to.
+  bool CancelPlace(WaitId id);
+
+ private:
+  struct Waiter {
+    WaitId id;
+    std::int64_t prompt_tokens;
+    Clock::time_point deadline;
+    PlaceHandler done;
+  };
+  struct Outcome {
+    PlaceHandler done;
+    absl::StatusOr<GroupLease> result;
+  };
+
+  void OnChange(std::size_t index);
+  void RunTicker();
+  void FailOverdue(Clock::time_point now);
+  // A lease, an error, or UNAVAILABLE while no group is ready.
+  absl::StatusOr<GroupLease> TryPlace(std::int64_t prompt_tokens)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const ClusterOptions options_;
+  std::vector<std::shared_ptr<GroupLink>> links_;  // as options_.addresses; never changes
+
+  mutable Mutex mutex_;
+  CondVar wake_ticker_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::uint64_t next_wait_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::deque<Waiter> waiting_ ABSL_GUARDED_BY(mutex_);  // oldest first: deadlines grow
+  std::shared_ptr<const ClusterSnapshot> snapshot_ ABSL_GUARDED_BY(mutex_);
+
+  std::thread ticker_;
+};
+
+}  // namespace weft

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "weft/v1/inference.pb.h"
+
+namespace weft {
+
+// One group as it was last heard of. A value: never changed after it is published.
+struct GroupSnapshot {
+  bool ready = false;
+  std::string state;  // for people: "ready", "loading", "unreachable: ..."
+  // Grows with every loss of the group: calls of an older epoch are over.
+  std::uint64_t epoch = 0;
+  v1::GroupInfo info;               // what the leader last said; empty when it never did
+  std::int32_t vocab_size = 0;      // 0 when the leader never said
+  std::int64_t other_requests = 0;  // there, when it was last heard of, from other routers
+};
+
+// All groups at one moment, in the order of --groups.
+struct ClusterSnapshot {
+  std::vector<std::shared_ptr<const GroupSnapshot>> groups;
+};
+
+}  // namespace weft

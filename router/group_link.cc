@@ -1,0 +1,203 @@
+#include "router/group_link.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "fmt/format.h"
+#include "grpcpp/grpcpp.h"
+#include "server/base/check.h"
+#include "server/base/log.h"
+#include "server/grpc_server.h"
+#include "server/grpc_status.h"
+
+namespace weft {
+
+// One WatchState stream. Deletes itself when gRPC is done with it.
+class GroupLink::Watch : public grpc::ClientReadReactor<v1::GroupState> {
+ public:
+  explicit Watch(GroupLink& link) : link_(link) {}
+
+  void Start() {
+    link_.stub_->async()->WatchState(&context_, &request_, this);
+    StartRead(&state_);
+    StartCall();
+  }
+  void Cancel() { context_.TryCancel(); }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) return;
+    link_.OnState(std::move(state_));
+    state_.Clear();
+    StartRead(&state_);
+  }
+  void OnDone(const grpc::Status& status) override {
+    link_.OnWatchEnd(status.ok() ? absl::UnavailableError("the leader closed its state stream")
+                                 : FromGrpcStatus(status));
+    delete this;
+  }
+
+ private:
+  GroupLink& link_;
+  grpc::ClientContext context_;
+  v1::WatchStateRequest request_;
+  v1::GroupState state_;
+};
+
+GroupLink::GroupLink(std::string address, const GroupLinkOptions& options,
+                     std::function<void()> on_change)
+    : address_(std::move(address)),
+      options_(options),
+      on_change_(std::move(on_change)),
+      stub_(v1::Worker::NewStub(NewGrpcChannel(address_))),
+      backoff_(options.min_backoff) {
+  GroupSnapshot first;
+  first.state = "connecting";
+  first.info.set_address(address_);
+  snapshot_ = std::make_shared<const GroupSnapshot>(std::move(first));
+}
+
+GroupLink::~GroupLink() { CHECK(shut_down_ && watch_ == nullptr); }
+
+void GroupLink::Tick(Clock::time_point now) {
+  Watch* fresh = nullptr;
+  {
+    MutexLock lock(mutex_);
+    if (shut_down_) return;
+    if (watch_ == nullptr && now >= next_watch_) {
+      fresh = watch_ = new Watch(*this);
+      silent_ = false;
+      last_heard_ = now;
+    } else if (watch_ != nullptr && !silent_ && now - last_heard_ > options_.heartbeat_timeout) {
+      silent_ = true;
+      watch_->Cancel();  // OnWatchEnd() follows at once: cancelling does not wait for the leader
+    }
+  }
+  if (fresh != nullptr) fresh->Start();
+}
+
+void GroupLink::Shutdown() {
+  {
+    MutexLock lock(mutex_);
+    shut_down_ = true;
+    if (watch_ != nullptr) watch_->Cancel();
+    while (watch_ != nullptr) idle_.Wait(mutex_);
+  }
+  Lose("shut down");
+  MutexLock lock(mutex_);
+  while (in_flight_ > 0) idle_.Wait(mutex_);
+}
+
+std::int64_t GroupLink::in_flight() const {
+  MutexLock lock(mutex_);
+  return in_flight_;
+}
+
+void GroupLink::Enter() {
+  MutexLock lock(mutex_);
+  ++in_flight_;
+}
+
+void GroupLink::Leave() {
+  MutexLock lock(mutex_);
+  if (--in_flight_ == 0) idle_.NotifyAll();
+}
+
+std::shared_ptr<const GroupSnapshot> GroupLink::Snapshot() const {
+  MutexLock lock(mutex_);
+  return snapshot_;
+}
+
+std::optional<std::uint64_t> GroupLink::AddCall(std::uint64_t epoch,
+                                                std::function<void()> on_lost) {
+  MutexLock lock(mutex_);
+  if (snapshot_->epoch != epoch || shut_down_) return std::nullopt;
+  const std::uint64_t id = next_call_++;
+  calls_.emplace(id, std::move(on_lost));
+  return id;
+}
+
+void GroupLink::RemoveCall(std::uint64_t id) {
+  MutexLock lock(mutex_);
+  calls_.erase(id);
+}
+
+void GroupLink::ReportNotReady(std::uint64_t epoch) {
+  MutexLock lock(mutex_);
+  if (snapshot_->epoch != epoch || !snapshot_->ready) return;
+  GroupSnapshot next = *snapshot_;
+  next.ready = false;
+  next.state = "refuses requests";
+  Publish(std::move(next));
+}
+
+void GroupLink::OnState(v1::GroupState state) {
+  bool changed = false;
+  {
+    MutexLock lock(mutex_);
+    if (shut_down_) return;
+    last_heard_ = Clock::now();
+    backoff_ = options_.min_backoff;
+    GroupSnapshot next;
+    next.epoch = snapshot_->epoch;
+    next.info = std::move(*state.mutable_group());
+    next.ready = next.info.ready();
+    next.state = next.info.state();
+    next.vocab_size = state.vocab_size();
+    next.other_requests =
+        std::max<std::int64_t>(0, std::int64_t{next.info.num_requests_running()} +
+                                      next.info.num_requests_waiting() - in_flight_);
+    changed = next.state != snapshot_->state;
+    Publish(std::move(next));
+  }
+  if (changed) spdlog::info("group {}: {}", address_, Snapshot()->state);
+  on_change_();
+}
+
+void GroupLink::OnWatchEnd(const absl::Status& status) {
+  bool silent = false;
+  {
+    MutexLock lock(mutex_);
+    silent = silent_;
+  }
+  Lose(silent ? fmt::format("unreachable: silent for {} ms", options_.heartbeat_timeout.count())
+              : fmt::format("unreachable: {}", std::string(status.message())));
+  MutexLock lock(mutex_);
+  next_watch_ = Clock::now() + backoff_;
+  backoff_ = std::min(backoff_ * 2, options_.max_backoff);
+  watch_ = nullptr;
+  idle_.NotifyAll();
+}
+
+void GroupLink::Lose(std::string why) {
+  absl::flat_hash_map<std::uint64_t, std::function<void()>> calls;
+  bool was_ready = false;
+  {
+    MutexLock lock(mutex_);
+    was_ready = snapshot_->ready;
+    GroupSnapshot next = *snapshot_;
+    next.ready = false;
+    next.state = why;
+    ++next.epoch;
+    Publish(std::move(next));
+    calls.swap(calls_);
+  }
+  if (was_ready) spdlog::warn("group {}: {}; {} requests end", address_, why, calls.size());
+  for (const auto& [id, on_lost] : calls) on_lost();
+  on_change_();
+}
+
+void GroupLink::Publish(GroupSnapshot snapshot) {
+  snapshot.info.set_address(address_);
+  snapshot.info.set_ready(snapshot.ready);
+  snapshot.info.set_state(snapshot.state);
+  snapshot_ = std::make_shared<const GroupSnapshot>(std::move(snapshot));
+}
+
+GroupLease::GroupLease(std::shared_ptr<GroupLink> link,
+                       std::shared_ptr<const GroupSnapshot> snapshot)
+    : link_(std::move(link)), load_(link_.get()), snapshot_(std::move(snapshot)) {
+  link_->Enter();
+}
+
+}  // namespace weft

@@ -1,0 +1,120 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "router/cluster_snapshot.h"
+#include "server/base/mutex.h"
+#include "weft/v1/worker.grpc.pb.h"
+
+namespace weft {
+
+struct GroupLinkOptions {
+  // A leader that says nothing for so long is taken for lost; it speaks every 500 ms.
+  std::chrono::milliseconds heartbeat_timeout{3000};
+  std::chrono::milliseconds min_backoff{100};
+  std::chrono::milliseconds max_backoff{1000};
+};
+
+// The router's end of one group: the channel to its leader, the WatchState stream that is opened
+// again whenever it ends, and the calls that are under way there.
+//
+// Thread-safe. `on_change` and the handlers of calls run on gRPC's threads or in Tick(), with no
+// lock of this class held.
+class GroupLink : public std::enable_shared_from_this<GroupLink> {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // `on_change` runs after every change of Snapshot().
+  GroupLink(std::string address, const GroupLinkOptions& options, std::function<void()> on_change);
+  ~GroupLink();
+  GroupLink(const GroupLink&) = delete;
+  GroupLink& operator=(const GroupLink&) = delete;
+
+  // Opens the WatchState stream when it is time to, and declares the group lost when it is silent.
+  // Call a few times per heartbeat_timeout and min_backoff, from one thread.
+  void Tick(Clock::time_point now);
+
+  // Loses the group, ends the stream and the calls, and waits until they are over and every
+  // GroupLease is returned: no on_change and no on_lost comes afterwards. Once, before destruction.
+  void Shutdown();
+
+  std::shared_ptr<const GroupSnapshot> Snapshot() const;
+  // Requests of this router that hold a GroupLease.
+  std::int64_t in_flight() const;
+  v1::Worker::Stub& stub() { return *stub_; }
+
+  // Registers a call of the group's incarnation `epoch`; `on_lost` runs if the group is lost
+  // before RemoveCall(). Nothing when that incarnation is gone already.
+  std::optional<std::uint64_t> AddCall(std::uint64_t epoch, std::function<void()> on_lost);
+  void RemoveCall(std::uint64_t id);
+
+  // The leader refused a call as not ready or draining: the group is taken for that until it is
+  // heard of again. No on_change: nobody waits for that.
+  void ReportNotReady(std::uint64_t epoch);
+
+ private:
+  class Watch;
+  friend class GroupLease;
+
+  void Enter();
+  void Leave();
+  void OnState(v1::GroupState state);
+  void OnWatchEnd(const absl::Status& status);
+  // Ends all calls with the group; `why` becomes the state shown to people.
+  void Lose(std::string why);
+  void Publish(GroupSnapshot snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const std::string address_;
+  const GroupLinkOptions options_;
+  const std::function<void()> on_change_;
+  const std::unique_ptr<v1::Worker::Stub> stub_;
+
+  mutable Mutex mutex_;
+  CondVar idle_;  // watch_ has ended, or the last lease was returned
+  bool shut_down_ ABSL_GUARDED_BY(mutex_) = false;
+  Watch* watch_ ABSL_GUARDED_BY(mutex_) = nullptr;  // deletes itself after OnWatchEnd()
+  bool silent_ ABSL_GUARDED_BY(mutex_) = false;     // watch_ was cancelled for its silence
+  Clock::time_point last_heard_ ABSL_GUARDED_BY(mutex_);
+  Clock::time_point next_watch_ ABSL_GUARDED_BY(mutex_);
+  std::chrono::milliseconds backoff_ ABSL_GUARDED_BY(mutex_);
+  std::int64_t in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::uint64_t next_call_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::flat_hash_map<std::uint64_t, std::function<void()>> calls_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const GroupSnapshot> snapshot_ ABSL_GUARDED_BY(mutex_);
+};
+
+// A request's place in a group: counts as load there until it is destroyed.
+class GroupLease {
+ public:
+  GroupLease() = default;
+  GroupLease(std::shared_ptr<GroupLink> link, std::shared_ptr<const GroupSnapshot> snapshot);
+  GroupLease(GroupLease&&) = default;
+  GroupLease& operator=(GroupLease&& other) noexcept {
+    std::swap(link_, other.link_);
+    std::swap(load_, other.load_);
+    std::swap(snapshot_, other.snapshot_);
+    return *this;
+  }
+
+  GroupLink& link() const { return *link_; }
+  // The group when it was chosen.
+  const GroupSnapshot& snapshot() const { return *snapshot_; }
+
+ private:
+  struct Leave {
+    void operator()(GroupLink* link) const { link->Leave(); }
+  };
+  std::shared_ptr<GroupLink> link_;
+  std::unique_ptr<GroupLink, Leave> load_;  // destroyed before link_
+  std::shared_ptr<const GroupSnapshot> snapshot_;
+};
+
+}  // namespace weft

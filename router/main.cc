@@ -1,0 +1,96 @@
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fmt/format.h"
+#include "router/cluster.h"
+#include "router/router_service.h"
+#include "router/text/tokenizer.h"
+#include "router/text_pool.h"
+#include "server/base/log.h"
+#include "server/base/status_macros.h"
+#include "server/group_flags.h"
+#include "server/grpc_server.h"
+#include "server/options.h"
+#include "server/router_flags.h"
+#include "server/signals.h"
+#include "server/supervisor_link.h"
+
+namespace weft {
+namespace {
+
+struct Flags : CommonFlags, RouterFlags {
+  std::vector<std::string> groups;
+};
+
+// Null with --skip-tokenizer-init.
+absl::StatusOr<std::unique_ptr<Tokenizer>> LoadTokenizer(const Flags& flags) {
+  if (flags.skip_tokenizer_init) return nullptr;
+  if (flags.model.empty()) {
+    return absl::InvalidArgumentError(
+        "no model: give --model DIR, whose tokenizer.json is read, or --skip-tokenizer-init");
+  }
+  return Tokenizer::Load(flags.model + "/tokenizer.json");
+}
+
+// Infinite becomes a year: deadlines have to stay in the clock's range.
+std::chrono::milliseconds ToChrono(absl::Duration duration) {
+  return absl::ToChronoMilliseconds(std::min(duration, absl::Hours(24 * 365)));
+}
+
+absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink& link) {
+  if (flags.groups.empty()) {
+    return absl::InvalidArgumentError("no group: give --groups ADDRESS[,ADDRESS...]");
+  }
+  ASSIGN_OR_RETURN(const std::unique_ptr<Tokenizer> tokenizer, LoadTokenizer(flags));
+
+  GenerateContext context = {.limits = {.served_model_name = flags.ServedModelName(),
+                                        .text_prompts = tokenizer != nullptr,
+                                        .max_prompt_bytes = flags.max_prompt_bytes,
+                                        .max_stop_token_ids = flags.max_stop_token_ids},
+                             .tokenizer = tokenizer.get()};
+  Cluster cluster({.addresses = flags.groups,
+                   .max_waiting = flags.max_queued_requests,
+                   .queue_timeout = ToChrono(flags.queue_timeout)});
+  TextPool text_pool(flags.tokenizer_threads, static_cast<std::size_t>(flags.max_queued_requests));
+  context.cluster = &cluster;
+  context.text_pool = &text_pool;
+  RouterService service(context);
+  ASSIGN_OR_RETURN(const std::unique_ptr<GrpcServer> server,
+                   GrpcServer::Start({.listen_addresses = flags.ListenAddresses()}, {&service}));
+  server->SetServing(v1::Inference::service_full_name(), true);
+  link.ReportReady({{"address", server->addresses().front()}});
+  spdlog::info("serving {} on {}", flags.ServedModelName(), fmt::join(server->addresses(), ", "));
+
+  signals.Wait();
+  spdlog::info("draining for up to {}", absl::FormatDuration(flags.drain_timeout));
+  server->Shutdown(flags.drain_timeout);
+  return absl::OkStatus();
+}
+
+int Main(int argc, char** argv) {
+  TerminationSignals signals;
+  SupervisorLink link;
+  Flags flags;
+  OptionParser parser("weft-router", "The front door of a Weft cluster: text in, text out.");
+  flags.CommonFlags::AddTo(parser);
+  flags.RouterFlags::AddTo(parser);
+  parser.Add("--groups", &flags.groups,
+             "Leaders of the groups: HOST:PORT or unix-abstract:NAME, several with commas");
+  if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
+  InitLog("weft-router", flags.log_level);
+  InitGrpcLog();
+  const absl::Status status = Run(flags, signals, link);
+  if (status.ok()) return 0;
+  fmt::print(stderr, "weft-router: {}\n", std::string(status.message()));
+  return kExitConfigError;
+}
+
+}  // namespace
+}  // namespace weft
+
+int main(int argc, char** argv) { return weft::Main(argc, argv); }

@@ -1,0 +1,82 @@
+#include "router/worker_call.h"
+
+#include <string>
+#include <utility>
+
+#include "fmt/format.h"
+#include "server/error_reason.h"
+#include "server/grpc_status.h"
+
+namespace weft {
+namespace {
+
+absl::Status RankLost(const GroupLease& lease, std::string_view why) {
+  return WithReason(absl::UnavailableError(
+                        fmt::format("group {} was lost: {}", lease.snapshot().info.address(), why)),
+                    kReasonRankLost);
+}
+
+// Whether the connection ended the call, not the leader, which gives a reason: gRPC calls it
+// UNAVAILABLE, CANCELLED when the leader's server was shut down, UNKNOWN ("Stream removed") when
+// the stream was cut in between.
+bool ConnectionLost(const absl::Status& status) {
+  return ReasonOf(status).empty() && (status.code() == absl::StatusCode::kUnavailable ||
+                                      status.code() == absl::StatusCode::kCancelled ||
+                                      status.code() == absl::StatusCode::kUnknown);
+}
+
+}  // namespace
+
+WorkerCall::WorkerCall(GroupLease lease, v1::WorkerGenerateRequest request,
+                       std::shared_ptr<Handler> handler)
+    : lease_(std::move(lease)), request_(std::move(request)), handler_(std::move(handler)) {}
+
+void WorkerCall::Start(std::chrono::system_clock::time_point deadline) {
+  self_ = shared_from_this();
+  GroupLink& link = lease_.link();
+  call_id_ = link.AddCall(lease_.snapshot().epoch, [self = self_] {
+    self->group_lost_ = true;
+    self->context_.TryCancel();
+  });
+  if (!call_id_) {
+    End(WithReason(absl::UnavailableError(fmt::format("group {} was lost before it had the request",
+                                                      lease_.snapshot().info.address())),
+                   kReasonNotReady));
+    return;
+  }
+  context_.set_deadline(deadline);
+  link.stub().async()->Generate(&context_, &request_, this);
+  StartRead(&response_);
+  StartCall();
+}
+
+void WorkerCall::OnReadDone(bool ok) {
+  if (!ok) return;
+  handler_->OnWorkerMessage(response_);
+  response_.Clear();
+  StartRead(&response_);
+}
+
+void WorkerCall::OnDone(const grpc::Status& status) {
+  absl::Status reason = FromGrpcStatus(status);
+  if (cancelled_) {
+    reason = absl::CancelledError("cancelled by the client");
+  } else if (group_lost_) {
+    reason = RankLost(lease_, lease_.link().Snapshot()->state);
+  } else if (ConnectionLost(reason)) {
+    reason = RankLost(lease_, std::string(reason.message()));
+  }
+  if (const std::string why = ReasonOf(reason); why == kReasonNotReady || why == kReasonDraining) {
+    lease_.link().ReportNotReady(lease_.snapshot().epoch);
+  }
+  End(std::move(reason));
+}
+
+void WorkerCall::End(absl::Status status) {
+  const std::shared_ptr<WorkerCall> self = std::move(self_);
+  if (call_id_) lease_.link().RemoveCall(*call_id_);
+  const std::shared_ptr<Handler> handler = std::move(handler_);
+  handler->OnWorkerEnd(std::move(status));
+}
+
+}  // namespace weft

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "grpcpp/client_context.h"
+#include "grpcpp/support/client_callback.h"
+#include "router/group_link.h"
+#include "server/base/mutex.h"
+#include "weft/v1/worker.pb.h"
+
+namespace weft {
+
+// One Worker.Generate call. Lives until its end; nobody else needs to hold it.
+class WorkerCall : private grpc::ClientReadReactor<v1::WorkerGenerateResponse>,
+                   public std::enable_shared_from_this<WorkerCall> {
+ public:
+  // What comes from the leader, on gRPC's threads, one call at a time, OnWorkerEnd() last.
+  class Handler {
+   public:
+    virtual ~Handler() = default;
+    virtual void OnWorkerMessage(const v1::WorkerGenerateResponse& response) = 0;
+    // OK after the leader's last message; UNAVAILABLE with RANK_LOST when the group or the
+    // connection was lost, with NOT_READY when the request was never sent; CANCELLED after
+    // Cancel(); else what the leader said.
+    virtual void OnWorkerEnd(absl::Status status) = 0;
+  };
+
+  WorkerCall(GroupLease lease, v1::WorkerGenerateRequest request, std::shared_ptr<Handler> handler);
+
+  // Once. OnWorkerEnd() may run inside when the group is gone already.
+  void Start(std::chrono::system_clock::time_point deadline);
+  // Any thread, any time. OnWorkerEnd() follows.
+  void Cancel() {
+    cancelled_ = true;
+    context_.TryCancel();
+  }
+
+ private:
+  void OnReadDone(bool ok) override;
+  void OnDone(const grpc::Status& status) override;
+
+  void End(absl::Status status);
+
+  const GroupLease lease_;
+  const v1::WorkerGenerateRequest request_;
+  std::shared_ptr<Handler> handler_;
+  std::shared_ptr<WorkerCall> self_;  // until gRPC is done with us
+  grpc::ClientContext context_;
+  v1::WorkerGenerateResponse response_;
+  std::optional<std::uint64_t> call_id_;
+  std::atomic<bool> cancelled_{false};
+  std::atomic<bool> group_lost_{false};
+};
+
+}  // namespace weft
