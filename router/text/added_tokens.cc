@@ -84,7 +84,8 @@ absl::StatusOr<std::vector<TextSegment>> AddedTokenMatcher::Split(std::string_vi
       ASSIGN_OR_RETURN(const bool single, IsSingleWord(text, begin, end));
       if (!single) continue;
     }
-    // The white space may be a token's already: `done` is the limit.
+    // White space that the token before took along is not taken again.
+    if (token.lstrip && begin < done) begin = done;
     while (token.lstrip && begin > done) {
       const std::string_view before = LastCharacter(text.substr(0, begin));
       ASSIGN_OR_RETURN(const bool is_space, IsOne(space_, before));
@@ -97,6 +98,7 @@ absl::StatusOr<std::vector<TextSegment>> AddedTokenMatcher::Split(std::string_vi
       if (!is_space) break;
       end += after.size();
     }
+    if (begin >= end) continue;
     if (done < begin) segments.push_back({std::nullopt, text.substr(done, begin - done)});
     segments.push_back({token.id, {}});
     done = end;

@@ -112,16 +112,12 @@ absl::StatusOr<std::unique_ptr<const Tokenizer::Impl>> Tokenizer::Impl::Create(T
   std::vector<AddedToken> raw;
   std::vector<AddedToken> normalized;
   absl::flat_hash_map<std::string, std::int32_t> added_ids;
-  for (const AddedToken& token : spec.added_tokens) {
+  for (AddedToken& token : spec.added_tokens) {
+    if (token.normalized && spec.normalize_nfc) {
+      ASSIGN_OR_RETURN(token.content, NormalizeNfc(token.content));
+    }
+    (token.normalized ? normalized : raw).push_back(token);
     added_ids.emplace(DecodedBytes(token.content), token.id);
-    if (!token.normalized) {
-      raw.push_back(token);
-      continue;
-    }
-    normalized.push_back(token);
-    if (spec.normalize_nfc) {
-      ASSIGN_OR_RETURN(normalized.back().content, NormalizeNfc(token.content));
-    }
   }
   ASSIGN_OR_RETURN(AddedTokenMatcher raw_matcher, AddedTokenMatcher::Create(std::move(raw)));
   ASSIGN_OR_RETURN(AddedTokenMatcher normalized_matcher,
