@@ -1,0 +1,87 @@
+#include "client/prompts_file.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace weft {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+TEST(PromptsFileTest, FieldsOfALineOverrideTheDefaults) {
+  v1::SamplingParams defaults;
+  defaults.set_max_tokens(5);
+  defaults.set_seed(1);
+  defaults.add_stop_token_ids(9);
+  const auto requests = ParsePromptsFile(
+      "{\"prompt\": \"h\\u00e9\"}\n"
+      "\n"
+      "{\"prompt_token_ids\": [1, 2], \"max_tokens\": 7, \"temperature\": 0, \"top_k\": -1, "
+      "\"top_p\": 0.5, \"seed\": 18446744073709551615, \"ignore_eos\": true, "
+      "\"stop_token_ids\": []}\r\n"
+      "{\"prompt\": \"last\", \"prompt_token_ids\": null, \"temperature\": null}",
+      "f", defaults);
+  ASSERT_TRUE(requests.ok()) << requests.status();
+  ASSERT_EQ(requests->size(), 3U);
+  EXPECT_EQ((*requests)[0].text(), "hé");
+  EXPECT_EQ((*requests)[0].sampling().SerializeAsString(), defaults.SerializeAsString());
+
+  EXPECT_THAT((*requests)[1].token_ids().ids(), ElementsAre(1, 2));
+  const v1::SamplingParams& sampling = (*requests)[1].sampling();
+  EXPECT_EQ(sampling.max_tokens(), 7);
+  EXPECT_TRUE(sampling.has_temperature());
+  EXPECT_EQ(sampling.temperature(), 0);
+  EXPECT_EQ(sampling.top_k(), -1);
+  EXPECT_EQ(sampling.top_p(), 0.5F);
+  EXPECT_EQ(sampling.seed(), 18446744073709551615U);
+  EXPECT_TRUE(sampling.ignore_eos());
+  EXPECT_TRUE(sampling.stop_token_ids().empty());
+
+  EXPECT_EQ((*requests)[2].text(), "last");
+  EXPECT_FALSE((*requests)[2].sampling().has_temperature());
+}
+
+TEST(PromptsFileTest, AMalformedLineIsNamed) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"{\"prompt\": \"x\"", "not a JSON object"},
+      {"[1]", "not a JSON object"},
+      {"x", "not a JSON object"},
+      {"{\"prompt\": \"\xff\"}", "not a JSON object"},
+      {"{\"max_tokens\": 1}", "exactly one of"},
+      {"{\"prompt\": \"x\", \"prompt_token_ids\": [1]}", "exactly one of"},
+      {"{\"prompt\": 5}", "`prompt` is 5; a string"},
+      {"{\"prompt_token_ids\": \"1,2\"}", "a list of token ids"},
+      {"{\"prompt_token_ids\": [1, 2.5]}", "a list of token ids"},
+      {"{\"prompt_token_ids\": [2147483648]}", "a list of token ids"},
+      {"{\"prompt\": \"x\", \"max_tokens\": 1.5}", "`max_tokens` is 1.5; an integer"},
+      {"{\"prompt\": \"x\", \"max_tokens\": 2147483648}", "`max_tokens` is 2147483648; an integer"},
+      {"{\"prompt\": \"x\", \"max_tokens\": -2147483649}", "an integer"},
+      {"{\"prompt\": \"x\", \"temperature\": \"hot\"}", "`temperature` is \"hot\"; a number"},
+      {"{\"prompt\": \"x\", \"seed\": -1}", "`seed` is -1;"},
+      {"{\"prompt\": \"x\", \"ignore_eos\": 1}", "`ignore_eos` is 1; true or false"},
+      {"{\"prompt\": \"x\", \"max_token\": 1}", "`max_token` is unknown"},
+  };
+  for (const auto& [line, message] : cases) {
+    const auto requests =
+        ParsePromptsFile("{\"prompt\": \"good\"}\n" + line + "\n", "my.jsonl", {});
+    ASSERT_TRUE(absl::IsInvalidArgument(requests.status())) << line;
+    EXPECT_THAT(std::string(requests.status().message()), HasSubstr("my.jsonl:2: ")) << line;
+    EXPECT_THAT(std::string(requests.status().message()), HasSubstr(message)) << line;
+  }
+}
+
+TEST(PromptsFileTest, TokenIdListsAreIntegersWithCommas) {
+  EXPECT_THAT(*ParseTokenIds("1"), ElementsAre(1));
+  EXPECT_THAT(*ParseTokenIds("1, 22 ,-3"), ElementsAre(1, 22, -3));
+  for (const char* bad : {"", ",", "1,", "1,,2", "x", "1.5", "1 2", "2147483648"}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(ParseTokenIds(bad).status())) << bad;
+  }
+}
+
+}  // namespace
+}  // namespace weft
