@@ -20,7 +20,8 @@ struct Message {
   std::uint32_t from_tag = 0;
   bool from_self = false;
   std::size_t bytes = 0;
-  std::vector<std::uint64_t> storage;  // words, so that payloads are aligned; only ever grows
+  // Words, so that payloads are aligned; grows for messages of more than one frame.
+  std::vector<std::uint64_t> storage = std::vector<std::uint64_t>(kWholeMessageBytes / 8);
   std::unique_ptr<Message> next;
 };
 

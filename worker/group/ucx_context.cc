@@ -29,6 +29,10 @@ ucs_log_func_rc_t LogFromUcx(const char* file, unsigned line, const char* /*func
                              const char* format, va_list args) {
   char text[512];
   std::vsnprintf(text, sizeof(text), format, args);
+  // Of our own settings below, when the user's UCX_TLS leaves shared memory out.
+  if (std::string_view(text).starts_with("invalid configuration: MM_ERROR_HANDLING")) {
+    return UCS_LOG_FUNC_RC_STOP;
+  }
   if (level <= UCS_LOG_LEVEL_WARN) last_ucx_message = text;
   switch (level) {
     case UCS_LOG_LEVEL_FATAL:
@@ -56,6 +60,12 @@ constexpr Setting kSettings[] = {
     {"MM_ERROR_HANDLING", "y"},
     // How often shared-memory peers are checked for being alive; the default is 20 s.
     {"KEEPALIVE_INTERVAL", "1s"},
+    // System V segments are attached and marked for removal within three system calls of being
+    // made (about 10 us): from then on the kernel frees them with the last process, however it
+    // dies. POSIX ones have a name in /dev/shm while megabytes are written to them (1-2 ms), which
+    // a kill -9 leaves behind, and containers bound /dev/shm to 64 MB. What is sent here is never
+    // long enough for CMA.
+    {"TLS", "^posix,cma"},
 };
 
 }  // namespace

@@ -12,7 +12,7 @@
 namespace weft {
 namespace {
 
-constexpr std::int64_t kMaxBytes = 4 << 20;
+constexpr std::int64_t kMaxBytes = 1 << 20;
 
 enum class Op { kAllReduce, kAllGather, kReduceScatter, kAllToAll, kGather };
 constexpr const char* kOpNames[] = {"AllReduceSum", "AllGather", "ReduceScatterSum", "AllToAll",
@@ -42,15 +42,14 @@ class Checker {
 
   std::string Run() {
     std::mt19937_64 shared(seed_);  // the same calls on every rank
-    for (std::int64_t count :
-         {0L, 1L, 3L, 17L, 1991L, 1992L, 1993L, 8191L, 20000L, 65536L, 70001L, 200000L}) {
+    for (std::int64_t count : {0L, 1L, 3L, 17L, 1991L, 1992L, 1993L, 8191L, 20000L, 70001L}) {
       for (int op = 0; op < 5; ++op) {
         if (std::string error = Call(static_cast<Op>(op), count); !error.empty()) return error;
       }
     }
-    for (int i = 0; i < 300; ++i) {
+    for (int i = 0; i < 100; ++i) {
       const Op op = static_cast<Op>(shared() % 5);
-      const auto count = static_cast<std::int64_t>(shared() % (shared() % 8 == 0 ? 60000 : 3000));
+      const auto count = static_cast<std::int64_t>(shared() % (shared() % 8 == 0 ? 40000 : 3000));
       if (std::string error = Call(op, count); !error.empty()) return error;
     }
     if (progress_ != communicator_->Counters().operations) return "progress does not count calls";

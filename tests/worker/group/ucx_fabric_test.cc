@@ -1,7 +1,21 @@
-// The parent never uses UCX: see RankProcesses.
+// UCX between processes. The parent never uses UCX itself: see RankProcesses.
+
+#include <dirent.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <set>
+#include <thread>
+
+#include "fmt/format.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/worker/group/collective_checks.h"
+#include "tests/worker/group/fabric_checks.h"
 #include "tests/worker/group/rank_processes.h"
 #include "worker/group/communicator.h"
 
@@ -9,13 +23,155 @@ namespace weft {
 namespace {
 
 using ::testing::Each;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::IsSubsetOf;
 
-TEST(UcxFabricTest, EveryCollectiveEqualsBruteForce) {
+// Ranks that inherit a UCX variable.
+class UcxOverTest : public testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    if (*GetParam() != '\0') setenv("UCX_TLS", GetParam(), 1);
+  }
+  void TearDown() override { unsetenv("UCX_TLS"); }
+};
+
+INSTANTIATE_TEST_SUITE_P(, UcxOverTest, testing::Values("", "tcp"), [](const auto& info) {
+  return *info.param == '\0' ? "SharedMemory" : "Tcp";
+});
+
+TEST_P(UcxOverTest, EveryCollectiveEqualsBruteForce) {
   for (int n = 2; n <= 4; ++n) {
     RankProcesses ranks(n, [](RankContext& c) { return CheckCollectives(c, 3); });
     EXPECT_THAT(ranks.JoinAll(), Each(IsEmpty()));
   }
+}
+
+TEST_P(UcxOverTest, MessagesOfASenderArriveInOrderOverAllChannels) {
+  RankProcesses ranks(3,
+                      [&](RankContext& c) { return CheckOrder(c, 1, 60, std::int64_t{24} << 20); });
+  EXPECT_THAT(ranks.JoinAll(), Each(IsEmpty()));
+}
+
+TEST_P(UcxOverTest, WakeEndsAWait) {
+  RankProcesses ranks(1, CheckWake);
+  EXPECT_THAT(ranks.JoinAll(), Each(IsEmpty()));
+}
+
+TEST_P(UcxOverTest, RefusesWhatItMust) {
+  RankProcesses ranks(1, [](RankContext& c) {
+    std::string damaged = c.fabric->LocalAddress();
+    damaged[damaged.size() / 2] ^= 1;
+    if (c.fabric->Connect(damaged, 0).status().code() != absl::StatusCode::kInvalidArgument) {
+      return std::string("connected to a damaged address");
+    }
+    return CheckRefusals(c);
+  });
+  EXPECT_THAT(ranks.JoinAll(), Each(IsEmpty()));
+}
+
+// All-reduces until one fails; answers with the error.
+std::string ReduceUntilError(RankContext& context, absl::Duration stall_timeout,
+                             std::int64_t count) {
+  NoStream stream;
+  const std::unique_ptr<Communicator> communicator =
+      context.MakeCommunicator({.id = 1, .max_bytes = count * 4, .stall_timeout = stall_timeout});
+  std::vector<float> data(static_cast<std::size_t>(count), 1.0F);
+  for (int i = 0;; ++i) {
+    const absl::Status status =
+        communicator->AllReduceSum(data.data(), count, DType::kFloat32, stream);
+    if (!status.ok()) {
+      const absl::Status again =
+          communicator->AllReduceSum(data.data(), count, DType::kFloat32, stream);
+      if (again != status) return "a failed communicator did not stay failed";
+      return status.ToString();
+    }
+    if (i == 10 && write(context.control_fd, "r", 1) != 1) return "no control";
+  }
+}
+
+TEST_P(UcxOverTest, AKilledPeerEndsACollectiveWithUnavailable) {
+  // With a stall timeout that never passes here, UCX itself has to notice.
+  for (const std::int64_t count : {1000L, 2000000L}) {
+    RankProcesses ranks(
+        3, [count](RankContext& c) { return ReduceUntilError(c, absl::Minutes(10), count); });
+    for (int r = 0; r < 3; ++r) ranks.AwaitByte(r);
+    ranks.Kill(1);
+    EXPECT_THAT(ranks.Join(0), HasSubstr("UNAVAILABLE"));
+    EXPECT_THAT(ranks.Join(2), HasSubstr("UNAVAILABLE"));
+  }
+}
+
+TEST_P(UcxOverTest, AStoppedPeerEndsACollectiveWithUnavailableAfterTheStallTimeout) {
+  for (const std::int64_t count : {1000L, 2000000L}) {
+    RankProcesses ranks(
+        3, [count](RankContext& c) { return ReduceUntilError(c, absl::Seconds(1), count); });
+    for (int r = 0; r < 3; ++r) ranks.AwaitByte(r);
+    kill(ranks.pid(1), SIGSTOP);
+    EXPECT_THAT(ranks.Join(0), HasSubstr("UNAVAILABLE: nothing arrived for 1s"));
+    EXPECT_THAT(ranks.Join(2), HasSubstr("UNAVAILABLE"));
+  }
+}
+
+TEST_P(UcxOverTest, APeerThatWasDeadBeforeWeConnectedIsUnavailable) {
+  RankProcesses ranks(2, [](RankContext& c) -> std::string {
+    char byte = 0;
+    if (read(c.control_fd, &byte, 1) != 1) return "no control";
+    NoStream stream;
+    return c.MakeCommunicator({.id = 1, .max_bytes = 64, .stall_timeout = absl::Minutes(10)})
+        ->AllGather(nullptr, nullptr, 0, stream)
+        .ToString();
+  });
+  ranks.Kill(1);
+  ranks.SendByte(0);
+  EXPECT_THAT(ranks.Join(0), HasSubstr("UNAVAILABLE"));
+}
+
+TEST_P(UcxOverTest, AbortFromAnotherThreadEndsACollective) {
+  RankProcesses ranks(2, [](RankContext& c) -> std::string {
+    NoStream stream;
+    const std::unique_ptr<Communicator> communicator =
+        c.MakeCommunicator({.id = 1, .max_bytes = 64, .stall_timeout = absl::Minutes(10)});
+    char byte = 0;
+    if (c.rank == 1) return read(c.control_fd, &byte, 1) == 1 ? "" : "no control";
+    std::thread aborter([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      communicator->Abort();
+    });
+    const absl::Status status = communicator->AllGather(nullptr, nullptr, 0, stream);
+    aborter.join();
+    return status.ToString();
+  });
+  EXPECT_THAT(ranks.Join(0), HasSubstr("ABORTED"));
+  ranks.SendByte(1);
+  EXPECT_THAT(ranks.Join(1), IsEmpty());
+}
+
+// Names of what a process may leave behind in shared memory, of either kind.
+std::set<std::string> SharedMemory() {
+  std::set<std::string> names;
+  if (DIR* dir = opendir("/dev/shm"); dir != nullptr) {
+    while (const dirent* entry = readdir(dir)) {
+      if (std::string_view(entry->d_name).starts_with("ucx")) names.insert(entry->d_name);
+    }
+    closedir(dir);
+  }
+  std::ifstream segments("/proc/sysvipc/shm");
+  std::string line;
+  std::getline(segments, line);  // titles
+  while (std::getline(segments, line)) names.insert("segment" + line.substr(0, 21));
+  return names;
+}
+
+TEST(UcxFabricTest, LeavesNoSharedMemoryWhenKilled) {
+  const std::set<std::string> before = SharedMemory();
+  for (int delay_ms : {0, 1, 5, 20, 100}) {
+    RankProcesses ranks(
+        3, [](RankContext& c) { return ReduceUntilError(c, absl::Seconds(30), 1000); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
+    for (int r = 0; r < 3; ++r) ranks.Kill(r);
+  }
+  EXPECT_THAT(SharedMemory(), IsSubsetOf(before));
 }
 
 }  // namespace
