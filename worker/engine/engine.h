@@ -82,16 +82,19 @@ struct EngineStats {
 
 // The decisions of a group: admission, scheduling, preemption, finishing, KV blocks.
 //
-// Pure: no thread, clock, lock, gRPC or CUDA. One thread owns it. Work per step is bounded by the
-// step's rows plus what the inbox holds; nothing allocates in a steady state.
+// Pure: no thread, clock, lock, gRPC or CUDA. One thread owns it. Work per step is bounded by its
+// rows, max_num_seqs and what the inbox holds; nothing allocates in a steady state.
 //
 // Scheduling of a step: cancelled and expired requests leave first; then every running decode gets
 // its row; then prompts continue or start in chunks under max_num_batched_tokens, by (priority,
-// arrival). A request is admitted when its whole prompt's blocks and one more fit above a small
-// watermark. When a decode finds no free block, the youngest running sequence of the least
-// important priority is preempted: it gives up its blocks, goes back to the head of the queue and
-// is recomputed; one that was preempted makes progress (a new token) before it can be preempted
-// again, unless nothing else is left. A single sequence always fits: Add() refuses what could not.
+// arrival). Where decodes and prompts want more rows than there are, prompts get a quarter and
+// decodes take turns for the rest. A request is admitted, with all blocks of its prompt, when one
+// more would still fit above a small watermark (1 % of the pool), or when nothing else runs; nobody
+// overtakes the head of the queue. When a decode finds no free block, it waits if some sequence is
+// at its last token; else the youngest running sequence of the least important priority is
+// preempted: it gives up its blocks, goes back to the head of the queue and is recomputed; one that
+// was preempted makes progress (a new token) before it can be preempted again. A single sequence
+// always fits: Create() and Add() refuse what could not.
 class Engine {
  public:
   // INVALID_ARGUMENT when a sequence of max_model_len does not fit num_blocks, or for an option out
