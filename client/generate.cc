@@ -195,7 +195,7 @@ std::vector<std::string> RouterArguments(const GroupFlags& group, const Generate
 int RunOffline(const GroupFlags& group, std::vector<std::string> worker_arguments,
                const GenerateFlags& flags, const std::vector<v1::GenerateRequest>& requests,
                TerminationSignals& signals) {
-  Supervisor supervisor({.max_failed_starts = 3});
+  Supervisor supervisor({.stall_timeout = group.stall_timeout, .max_failed_starts = 3});
   std::atomic<bool> cancelled = false;
   std::atomic<int> signal = 0;
   std::thread signal_waiter([&] {

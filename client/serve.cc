@@ -35,7 +35,8 @@ int ServeCommand(int argc, char** argv) {
     return kExitConfigError;
   }
 
-  Supervisor supervisor({.drain_timeout = router.drain_timeout + kStopMargin});
+  Supervisor supervisor(
+      {.stall_timeout = group.stall_timeout, .drain_timeout = router.drain_timeout + kStopMargin});
   supervisor.StopOnSignal(signals.fd());
   LocalCluster cluster = {.tensor_parallel_size = group.tensor_parallel_size,
                           .worker_arguments = GroupFlags::Arguments(parser),

@@ -1,8 +1,10 @@
 // The router against scripted leaders, over real gRPC on abstract sockets.
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -392,6 +394,53 @@ TEST_F(RouterTest, RequestsSpreadOverEqualGroups) {
   while (a.num_calls_waiting() + b.num_calls_waiting() < 6) absl::SleepFor(absl::Milliseconds(5));
   EXPECT_EQ(a.num_calls_waiting(), 3);
   EXPECT_EQ(b.num_calls_waiting(), 3);
+}
+
+// Cancels, completions and losses of the group at the same time: every stream ends, and no request
+// stays behind in the router's count.
+TEST_F(RouterTest, AStormOfCancelsLeavesNoRequestBehind) {
+  const std::string address = UniqueAddress("leader");
+  FakeWorker worker(address);
+  StartRouter({address});
+  WaitUntilReady(0);
+  constexpr unsigned kSeed = 20260731;
+  SCOPED_TRACE(fmt::format("seed {}", kSeed));
+  std::mt19937 random(kSeed);
+  std::atomic<bool> stopping = false;
+  std::thread leader([&] {
+    while (true) {
+      const auto call = worker.TakeCall();
+      if (stopping) return;
+      for (int i = 0; i < 8; ++i) call->Send({'a' + i});
+      call->Send({kEnd}, v1::FINISH_REASON_STOP);
+      call->End();
+    }
+  });
+  for (int round = 0; round < 20; ++round) {
+    std::vector<std::unique_ptr<Stream>> streams;
+    for (int i = 0; i < 16; ++i) streams.push_back(Send(TextRequest("x")));
+    for (const auto& stream : streams) {
+      if (random() % 2 == 0) stream->Cancel();
+    }
+    if (round % 5 == 4) {
+      worker.Kill();
+      worker.Start();
+    }
+    for (const auto& stream : streams) {
+      const absl::Status& status = stream->Wait();
+      EXPECT_TRUE(status.ok() || absl::IsCancelled(status) || ReasonOf(status) == kReasonRankLost)
+          << status;
+      EXPECT_TRUE(!status.ok() || stream->Text() == "abcdefgh") << stream->Text();
+    }
+  }
+  stopping = true;
+  const auto last = Send(TextRequest("x"));  // wakes the leader's thread
+  leader.join();
+  last->Cancel();
+  last->Wait();
+  server_ = nullptr;
+  text_pool_ = nullptr;
+  cluster_ = nullptr;  // waits for every lease
 }
 
 TEST_F(RouterTest, BadRequestsAreRefusedAndOthersUnharmed) {

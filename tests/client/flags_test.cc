@@ -1,0 +1,135 @@
+#include <algorithm>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "server/group_flags.h"
+#include "server/options.h"
+#include "server/router_flags.h"
+
+namespace weft {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAreArray;
+
+struct Parsed {
+  std::optional<int> exit_code;
+  std::string out;
+  std::vector<std::string> arguments;  // for a child
+};
+
+// Parses with `Flags` alone in the table.
+template <typename Flags>
+Parsed Parse(const std::vector<std::string>& arguments, Flags& flags) {
+  std::vector<const char*> argv = {"program"};
+  for (const std::string& argument : arguments) argv.push_back(argument.c_str());
+  OptionParser parser("program", "test");
+  flags.AddTo(parser);
+  std::ostringstream out;
+  std::ostringstream err;
+  Parsed parsed;
+  parsed.exit_code = parser.Parse(static_cast<int>(argv.size()), argv.data(), out, err);
+  parsed.out = out.str() + err.str();
+  parsed.arguments = Flags::Arguments(parser);
+  return parsed;
+}
+
+template <typename Flags>
+std::size_t NumOptions() {
+  Flags flags;
+  return nlohmann::json::parse(Parse({"--print-config"}, flags).out).size();
+}
+
+const std::vector<std::string> kEveryGroupFlag = {
+    "--model=dir",
+    "--served-model-name=tiny",
+    "--log-level=debug",
+    "--dtype=float32",
+    "--max-model-len=4K",
+    "--tensor-parallel-size=4",
+    "--decode-context-parallel-size=2",
+    "--prefill-context-parallel-size=2",
+    "--cp-kv-cache-interleave-size=8",
+    "--block-size=32",
+    "--dcp-comm-backend=a2a",
+    "--max-num-seqs=3",
+    "--max-num-batched-tokens=17",
+    "--max-num-waiting=5",
+    "--async-scheduling=false",
+    "--kv-cache-dtype=bfloat16",
+    "--kv-cache-memory-bytes=1048576",
+    "--num-gpu-blocks-override=9",
+    "--threads-per-rank=2",
+    "--stall-timeout=7s",
+    "--force-preemption-every=5",
+};
+
+const std::vector<std::string> kEveryRouterFlag = {
+    "--host=0.0.0.0",         "--port=7",
+    "--listen=a:1",           "--skip-tokenizer-init=true",
+    "--tokenizer-threads=3",  "--max-prompt-bytes=1024",
+    "--max-stop-token-ids=5", "--max-queued-requests=6",
+    "--queue-timeout=1s",     "--drain-timeout=2s",
+};
+
+// A flag that AddTo() knows and Arguments() forgets would be accepted by `weft serve` and ignored.
+TEST(FlagsTest, EveryFlagReachesTheChild) {
+  GroupFlags group;
+  ASSERT_EQ(kEveryGroupFlag.size(), NumOptions<GroupFlags>()) << "add the new flag above";
+  EXPECT_THAT(Parse(kEveryGroupFlag, group).arguments, UnorderedElementsAreArray(kEveryGroupFlag));
+  EXPECT_EQ(group.MaxModelLen(), 4096);
+  EXPECT_EQ(group.kv_cache_memory_bytes, 1048576);
+
+  RouterFlags router;
+  ASSERT_EQ(kEveryRouterFlag.size(), NumOptions<RouterFlags>()) << "add the new flag above";
+  EXPECT_THAT(Parse(kEveryRouterFlag, router).arguments,
+              UnorderedElementsAreArray(kEveryRouterFlag));
+}
+
+TEST(FlagsTest, WhatNoGroupCanBeIsRefused) {
+  const auto check = [](std::vector<std::string> arguments) {
+    GroupFlags flags;
+    EXPECT_EQ(Parse(arguments, flags).exit_code, std::nullopt);
+    return std::string(flags.Check().message());
+  };
+  EXPECT_EQ(check({"dir"}), "");
+  EXPECT_EQ(check({"dir", "-tp", "6", "-dcp", "3"}), "");
+  EXPECT_THAT(check({}), HasSubstr("no model"));
+  EXPECT_THAT(check({"dir", "-pcp", "2"}), HasSubstr("only 1 is supported"));
+  EXPECT_THAT(check({"dir", "-tp", "2", "-dcp", "4"}), HasSubstr("divide"));
+  EXPECT_THAT(check({"dir", "--max-model-len=1"}), HasSubstr("--max-model-len is \"1\""));
+  EXPECT_THAT(check({"dir", "--stall-timeout=0s"}), HasSubstr("--stall-timeout"));
+}
+
+TEST(FlagsTest, ModelLengthsTakeDecimalAndBinarySuffixes) {
+  EXPECT_EQ(*ParseModelLen("auto"), std::nullopt);
+  EXPECT_EQ(*ParseModelLen("2"), 2);
+  EXPECT_EQ(*ParseModelLen("8k"), 8000);
+  EXPECT_EQ(*ParseModelLen("8K"), 8192);
+  EXPECT_EQ(*ParseModelLen("1m"), 1000000);
+  EXPECT_EQ(*ParseModelLen("1M"), 1048576);
+  EXPECT_EQ(*ParseModelLen("2147483647"), 2147483647);
+  for (const char* bad : {"", "K", "1", "0", "-5", "1.5K", "8KB", "2048M", "2147483648", "Auto"}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(ParseModelLen(bad).status())) << bad;
+  }
+}
+
+TEST(FlagsTest, TheServedNameIsTheLastPartOfThePath) {
+  const auto name = [](std::string model, std::string given = "") {
+    CommonFlags flags;
+    flags.model = std::move(model);
+    flags.served_model_name = std::move(given);
+    return flags.ServedModelName();
+  };
+  EXPECT_EQ(name("models/tiny"), "tiny");
+  EXPECT_EQ(name("/models/tiny//"), "tiny");
+  EXPECT_EQ(name("tiny"), "tiny");
+  EXPECT_EQ(name("models/tiny", "huge"), "huge");
+}
+
+}  // namespace
+}  // namespace weft
