@@ -60,7 +60,7 @@ struct ModelConfig {
 absl::StatusOr<ModelConfig> LoadModelConfig(const std::filesystem::path& model_dir);
 
 // inv_freq[i] for pair i of head_dim / 2, and what cos and sin are multiplied by.
-// Formulas: transformers' modeling_rope_utils; README of worker/model.
+// Formulas and order of roundings: transformers' modeling_rope_utils, in float32.
 struct RopeFrequencies {
   std::vector<float> inv_freq;
   float attention_scaling = 1.0f;

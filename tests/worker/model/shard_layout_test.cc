@@ -182,7 +182,7 @@ TEST(ShardLayoutTest, EveryQueryHeadFindsItsKvHeadInItsGroupAndHeadsTile) {
             const IndexRange group_q = layout->GroupQHeads();
             ASSERT_TRUE(group_q.begin <= q.begin && q.end <= group_q.end);
             ASSERT_EQ(group_q, (IndexRange{layout->QHeads(rank / dcp * dcp).begin,
-                                      layout->QHeads(rank / dcp * dcp + dcp - 1).end}));
+                                           layout->QHeads(rank / dcp * dcp + dcp - 1).end}));
             // Exactly the KV heads that some query head of the group reads.
             const IndexRange group_kv = layout->GroupKvHeads();
             ASSERT_EQ(group_kv.begin, group_q.begin / g);
