@@ -56,6 +56,34 @@ TEST_P(BrokenCheckpointTest, EachVariantIsAsItsIndexSays) {
   }
 }
 
+TEST(CheckLlamaTensorsTest, NamesTheKeyThatAsksForAnAbsentTensor) {
+  WEFT_GOLDEN_OR_SKIP(dir, "llama_odd");  // tied embeddings, so no lm_head
+  const auto config = LoadModelConfig(dir);
+  const auto checkpoint = Checkpoint::Open(dir);
+  ASSERT_TRUE(config.ok() && checkpoint.ok()) << config.status() << checkpoint.status();
+  ASSERT_TRUE(CheckLlamaTensors(*config, **checkpoint).ok());
+  const auto message = [&](void (*change)(ModelConfig&)) {
+    ModelConfig changed = *config;
+    change(changed);
+    return std::string(CheckLlamaTensors(changed, **checkpoint).message());
+  };
+  using testing::AllOf;
+  using testing::HasSubstr;
+  EXPECT_THAT(message([](ModelConfig& c) { c.tie_word_embeddings = false; }),
+              AllOf(HasSubstr("lm_head.weight"), HasSubstr("tie_word_embeddings is false")));
+  EXPECT_THAT(message([](ModelConfig& c) { c.attention_bias = true; }),
+              AllOf(HasSubstr("q_proj.bias"), HasSubstr("attention_bias is true")));
+  EXPECT_THAT(message([](ModelConfig& c) { c.mlp_bias = true; }),
+              AllOf(HasSubstr("gate_proj.bias"), HasSubstr("mlp_bias is true")));
+  EXPECT_THAT(message([](ModelConfig& c) { c.num_layers = 9; }),
+              AllOf(HasSubstr("model.layers.2."), HasSubstr("num_hidden_layers is 9")));
+  EXPECT_THAT(message([](ModelConfig& c) { c.num_kv_heads = 1; }),
+              AllOf(HasSubstr("k_proj"), HasSubstr("[48, 144]"), HasSubstr("[16, 144]"),
+                    HasSubstr("num_key_value_heads")));
+  EXPECT_THAT(message([](ModelConfig& c) { c.intermediate_size = 7; }),
+              AllOf(HasSubstr("gate_proj"), HasSubstr("intermediate_size")));
+}
+
 INSTANTIATE_TEST_SUITE_P(Committed, BrokenCheckpointTest,
                          testing::Values("llama_gqa", "llama3_rope"));
 
