@@ -362,6 +362,8 @@ Supervisor::Supervisor(const SupervisorOptions& options) : impl_(std::make_uniqu
   impl_->stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   CHECK(impl_->stop_fd >= 0);
   CHECK(prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0);
+  // Ignored, as some launchers leave it to us, waitpid() would not see children die.
+  signal(SIGCHLD, SIG_DFL);
 }
 
 Supervisor::~Supervisor() {

@@ -15,146 +15,184 @@
 #include "weft/v1/inference.grpc.pb.h"
 
 namespace weft {
-  namespace {
+namespace {
 
-  using ::testing::HasSubstr;
-  using ::testing::StartsWith;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
-  // Answers with the sizes it saw.
-  class Service : public v1::Inference::CallbackService {
-   public:
-    grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
-                                            const v1::GetServerInfoRequest*,
-                                            v1::GetServerInfoResponse* response) override {
-      response->set_version(std::string(answer_bytes, 'x'));
-      grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-      reactor->Finish(grpc::Status::OK);
-      return reactor;
-    }
-    std::size_t answer_bytes = 1;
+// Answers with the sizes it saw.
+class Service : public v1::Inference::CallbackService {
+ public:
+  grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
+                                          const v1::GetServerInfoRequest*,
+                                          v1::GetServerInfoResponse* response) override {
+    response->set_version(std::string(answer_bytes, 'x'));
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(grpc::Status::OK);
+    return reactor;
+  }
+  std::size_t answer_bytes = 1;
+};
+
+std::string Bytes(const grpc::ByteBuffer& buffer) {
+  std::vector<grpc::Slice> slices;
+  buffer.Dump(&slices);
+  std::string bytes;
+  for (const grpc::Slice& slice : slices) bytes.append(slice.begin(), slice.end());
+  return bytes;
+}
+
+class GrpcServerTest : public ::testing::Test {
+ protected:
+  absl::StatusOr<std::unique_ptr<GrpcServer>> Start(std::vector<std::string> addresses) {
+    grpc::Service* services[] = {&service_};
+    return GrpcServer::Start({.listen_addresses = std::move(addresses)}, services);
+  }
+  static absl::Status Call(const std::string& address, GrpcTransportOptions options = {}) {
+    grpc::ClientContext context;
+    v1::GetServerInfoResponse response;
+    return FromGrpcStatus(v1::Inference::NewStub(NewGrpcChannel(address, options))
+                              ->GetServerInfo(&context, {}, &response));
+  }
+
+  Service service_;
+};
+
+TEST_F(GrpcServerTest, ListensOnEveryAddressAndTellsThePickedPort) {
+  const std::string name = "unix-abstract:weft-test-" + std::to_string(getpid());
+  auto server = Start({"127.0.0.1:0", name, "localhost:0"});
+  ASSERT_TRUE(server.ok()) << server.status();
+  ASSERT_EQ((*server)->addresses().size(), 3);
+  EXPECT_THAT((*server)->addresses()[0], StartsWith("127.0.0.1:"));
+  EXPECT_NE((*server)->addresses()[0], "127.0.0.1:0");
+  EXPECT_EQ((*server)->addresses()[1], name);
+  for (const std::string& address : (*server)->addresses()) {
+    EXPECT_TRUE(Call(address).ok()) << address << Call(address);
+  }
+}
+
+TEST_F(GrpcServerTest, AnAddressInUseIsRefusedByName) {
+  const std::string name = "unix-abstract:weft-test-" + std::to_string(getpid());
+  auto first = Start({"127.0.0.1:0", name});
+  ASSERT_TRUE(first.ok()) << first.status();
+  for (const std::string& taken : (*first)->addresses()) {
+    auto second = Start({"127.0.0.1:0", taken});
+    EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable) << taken;
+    EXPECT_THAT(std::string(second.status().message()), HasSubstr("cannot listen on " + taken));
+    EXPECT_THAT(std::string(second.status().message()), HasSubstr("in use"));
+  }
+  EXPECT_TRUE(Call((*first)->addresses()[0]).ok());
+}
+
+TEST_F(GrpcServerTest, AnAddressThatIsNotOursOrDoesNotParseIsRefusedByName) {
+  auto foreign = Start({"192.0.2.1:0"});  // TEST-NET-1
+  EXPECT_EQ(foreign.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(foreign.status().message()), HasSubstr("192.0.2.1:0: Cannot assign"));
+  for (const char* bad : {"", "localhost", ":1", "localhost:", "localhost:x", "localhost:65536",
+                          "localhost:-1", "unix-abstract:"}) {
+    EXPECT_EQ(Start({bad}).status().code(), absl::StatusCode::kInvalidArgument) << bad;
+  }
+  EXPECT_EQ(Start({}).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(GrpcServerTest, MessagesAreAsLargeAsTheOptionsSay) {
+  auto server = Start({"127.0.0.1:0"});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const std::string& address = (*server)->addresses()[0];
+  service_.answer_bytes = 10 << 20;  // gRPC's own limit is 4 MiB
+  EXPECT_TRUE(Call(address).ok());
+  const v1::GetServerInfoResponse sized = [&] {
+    v1::GetServerInfoResponse r;
+    r.set_version(std::string(service_.answer_bytes, 'x'));
+    return r;
+  }();
+  const auto bytes = static_cast<std::int64_t>(sized.ByteSizeLong());
+  EXPECT_TRUE(Call(address, {.max_message_bytes = bytes}).ok());
+  EXPECT_EQ(Call(address, {.max_message_bytes = bytes - 1}).code(),
+            absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(GrpcServerTest, HealthFollowsSetServing) {
+  auto server = Start({"127.0.0.1:0"});
+  ASSERT_TRUE(server.ok()) << server.status();
+  auto channel = NewGrpcChannel((*server)->addresses()[0]);
+  // grpc.health.v1 by hand: no generated code for it is installed. {1: service} -> {1: status}.
+  const auto check = [&](const std::string& service) -> std::string {
+    std::string request;
+    if (!service.empty())
+      request = std::string("\x0a") + static_cast<char>(service.size()) + service;
+    grpc::Slice slice(request);
+    grpc::ByteBuffer in(&slice, 1);
+    grpc::ByteBuffer out;
+    grpc::ClientContext context;
+    grpc::GenericStub stub(channel);
+    grpc::CompletionQueue queue;
+    auto call = stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check", in, &queue);
+    call->StartCall();
+    grpc::Status status;
+    call->Finish(&out, &status, nullptr);
+    void* tag = nullptr;
+    bool ok = false;
+    queue.Next(&tag, &ok);
+    if (!status.ok()) return status.error_code() == grpc::NOT_FOUND ? "unknown" : "error";
+    std::vector<grpc::Slice> slices;
+    out.Dump(&slices);
+    std::string bytes;
+    for (const grpc::Slice& s : slices) bytes.append(s.begin(), s.end());
+    return bytes == "\x08\x01" ? "serving" : bytes == "\x08\x02" ? "not serving" : "?";
   };
+  EXPECT_EQ(check(""), "serving");
+  EXPECT_EQ(check("weft.v1.Inference"), "unknown");
+  (*server)->SetServing("weft.v1.Inference", false);
+  EXPECT_EQ(check("weft.v1.Inference"), "not serving");
+  (*server)->SetServing("weft.v1.Inference", true);
+  EXPECT_EQ(check("weft.v1.Inference"), "serving");
+}
 
-  class GrpcServerTest : public ::testing::Test {
-   protected:
-    absl::StatusOr<std::unique_ptr<GrpcServer>> Start(std::vector<std::string> addresses) {
-      grpc::Service* services[] = {&service_};
-      return GrpcServer::Start({.listen_addresses = std::move(addresses)}, services);
-    }
-    static absl::Status Call(const std::string& address, GrpcTransportOptions options = {}) {
-      grpc::ClientContext context;
-      v1::GetServerInfoResponse response;
-      return FromGrpcStatus(v1::Inference::NewStub(NewGrpcChannel(address, options))
-                                ->GetServerInfo(&context, {}, &response));
-    }
-
-    Service service_;
+TEST_F(GrpcServerTest, ReflectionListsTheServices) {
+  auto server = Start({"127.0.0.1:0"});
+  ASSERT_TRUE(server.ok()) << server.status();
+  grpc::GenericStub stub(NewGrpcChannel((*server)->addresses()[0]));
+  grpc::ClientContext context;
+  grpc::CompletionQueue queue;
+  const auto wait = [&queue] {
+    void* tag = nullptr;
+    bool ok = false;
+    return queue.Next(&tag, &ok) && ok;
   };
+  const std::string list_services("\x3a\x00", 2);  // {7: ""}
+  grpc::Slice slice(list_services);
+  grpc::ByteBuffer in(&slice, 1);
+  grpc::ByteBuffer out;
+  auto call = stub.PrepareCall(
+      &context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &queue);
+  call->StartCall(nullptr);
+  ASSERT_TRUE(wait());
+  call->WriteLast(in, {}, nullptr);
+  ASSERT_TRUE(wait());
+  call->Read(&out, nullptr);
+  ASSERT_TRUE(wait());
+  EXPECT_THAT(Bytes(out), HasSubstr("weft.v1.Inference"));
+  grpc::Status status;
+  call->Finish(&status, nullptr);
+  ASSERT_TRUE(wait());
+  EXPECT_TRUE(status.ok());
+}
 
-  TEST_F(GrpcServerTest, ListensOnEveryAddressAndTellsThePickedPort) {
-    const std::string name = "unix-abstract:weft-test-" + std::to_string(getpid());
-    auto server = Start({"127.0.0.1:0", name, "localhost:0"});
+TEST_F(GrpcServerTest, AChannelFindsAServerThatCameBackUnderTheSameName) {
+  const std::string name = "unix-abstract:weft-test-again-" + std::to_string(getpid());
+  auto stub = v1::Inference::NewStub(NewGrpcChannel(name));
+  for (int round = 0; round < 3; ++round) {
+    auto server = Start({name});
     ASSERT_TRUE(server.ok()) << server.status();
-    ASSERT_EQ((*server)->addresses().size(), 3);
-    EXPECT_THAT((*server)->addresses()[0], StartsWith("127.0.0.1:"));
-    EXPECT_NE((*server)->addresses()[0], "127.0.0.1:0");
-    EXPECT_EQ((*server)->addresses()[1], name);
-    for (const std::string& address : (*server)->addresses()) {
-      EXPECT_TRUE(Call(address).ok()) << address << Call(address);
-    }
+    grpc::ClientContext context;
+    context.set_wait_for_ready(true);
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+    v1::GetServerInfoResponse response;
+    EXPECT_TRUE(stub->GetServerInfo(&context, {}, &response).ok());
+    (*server)->Shutdown(absl::ZeroDuration());
   }
+}
 
-  TEST_F(GrpcServerTest, AnAddressInUseIsRefusedByName) {
-    const std::string name = "unix-abstract:weft-test-" + std::to_string(getpid());
-    auto first = Start({"127.0.0.1:0", name});
-    ASSERT_TRUE(first.ok()) << first.status();
-    for (const std::string& taken : (*first)->addresses()) {
-      auto second = Start({"127.0.0.1:0", taken});
-      EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable) << taken;
-      EXPECT_THAT(std::string(second.status().message()), HasSubstr("cannot listen on " + taken));
-      EXPECT_THAT(std::string(second.status().message()), HasSubstr("in use"));
-    }
-    EXPECT_TRUE(Call((*first)->addresses()[0]).ok());
-  }
-
-  TEST_F(GrpcServerTest, AnAddressThatIsNotOursOrDoesNotParseIsRefusedByName) {
-    auto foreign = Start({"192.0.2.1:0"});  // TEST-NET-1
-    EXPECT_EQ(foreign.status().code(), absl::StatusCode::kUnavailable);
-    EXPECT_THAT(std::string(foreign.status().message()), HasSubstr("192.0.2.1:0: Cannot assign"));
-    for (const char* bad : {"", "localhost", ":1", "localhost:", "localhost:x", "localhost:65536",
-                            "localhost:-1", "unix-abstract:"}) {
-      EXPECT_EQ(Start({bad}).status().code(), absl::StatusCode::kInvalidArgument) << bad;
-    }
-    EXPECT_EQ(Start({}).status().code(), absl::StatusCode::kInvalidArgument);
-  }
-
-  TEST_F(GrpcServerTest, MessagesAreAsLargeAsTheOptionsSay) {
-    auto server = Start({"127.0.0.1:0"});
-    ASSERT_TRUE(server.ok()) << server.status();
-    const std::string& address = (*server)->addresses()[0];
-    service_.answer_bytes = 10 << 20;  // gRPC's own limit is 4 MiB
-    EXPECT_TRUE(Call(address).ok());
-    const v1::GetServerInfoResponse sized = [&] {
-      v1::GetServerInfoResponse r;
-      r.set_version(std::string(service_.answer_bytes, 'x'));
-      return r;
-    }();
-    const auto bytes = static_cast<std::int64_t>(sized.ByteSizeLong());
-    EXPECT_TRUE(Call(address, {.max_message_bytes = bytes}).ok());
-    EXPECT_EQ(Call(address, {.max_message_bytes = bytes - 1}).code(),
-              absl::StatusCode::kResourceExhausted);
-  }
-
-  TEST_F(GrpcServerTest, HealthFollowsSetServing) {
-    auto server = Start({"127.0.0.1:0"});
-    ASSERT_TRUE(server.ok()) << server.status();
-    auto channel = NewGrpcChannel((*server)->addresses()[0]);
-    // grpc.health.v1 by hand: no generated code for it is installed. {1: service} -> {1: status}.
-    const auto check = [&](const std::string& service) -> std::string {
-      std::string request;
-      if (!service.empty())
-        request = std::string("\x0a") + static_cast<char>(service.size()) + service;
-      grpc::Slice slice(request);
-      grpc::ByteBuffer in(&slice, 1);
-      grpc::ByteBuffer out;
-      grpc::ClientContext context;
-      grpc::GenericStub stub(channel);
-      grpc::CompletionQueue queue;
-      auto call = stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check", in, &queue);
-      call->StartCall();
-      grpc::Status status;
-      call->Finish(&out, &status, nullptr);
-      void* tag = nullptr;
-      bool ok = false;
-      queue.Next(&tag, &ok);
-      if (!status.ok()) return status.error_code() == grpc::NOT_FOUND ? "unknown" : "error";
-      std::vector<grpc::Slice> slices;
-      out.Dump(&slices);
-      std::string bytes;
-      for (const grpc::Slice& s : slices) bytes.append(s.begin(), s.end());
-      return bytes == "\x08\x01" ? "serving" : bytes == "\x08\x02" ? "not serving" : "?";
-    };
-    EXPECT_EQ(check(""), "serving");
-    EXPECT_EQ(check("weft.v1.Inference"), "unknown");
-    (*server)->SetServing("weft.v1.Inference", false);
-    EXPECT_EQ(check("weft.v1.Inference"), "not serving");
-    (*server)->SetServing("weft.v1.Inference", true);
-    EXPECT_EQ(check("weft.v1.Inference"), "serving");
-  }
-
-  TEST_F(GrpcServerTest, AChannelFindsAServerThatCameBackUnderTheSameName) {
-    const std::string name = "unix-abstract:weft-test-again-" + std::to_string(getpid());
-    auto stub = v1::Inference::NewStub(NewGrpcChannel(name));
-    for (int round = 0; round < 3; ++round) {
-      auto server = Start({name});
-      ASSERT_TRUE(server.ok()) << server.status();
-      grpc::ClientContext context;
-      context.set_wait_for_ready(true);
-      context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
-      v1::GetServerInfoResponse response;
-      EXPECT_TRUE(stub->GetServerInfo(&context, {}, &response).ok());
-      (*server)->Shutdown(absl::ZeroDuration());
-    }
-  }
-
-  }  // namespace
+}  // namespace
 }  // namespace weft

@@ -156,6 +156,13 @@ TEST_F(SupervisorTest, AMemberThatExitsWithZeroUnaskedIsLostToo) {
   EXPECT_EQ(Stop(supervisor), 0);
 }
 
+TEST_F(SupervisorTest, DeathsAreSeenThoughOurLauncherIgnoresThem) {
+  signal(SIGCHLD, SIG_IGN);
+  Supervisor supervisor(options_);
+  supervisor.AddGroup({.name = "g", .members = {Child("exit", "78")}});
+  EXPECT_EQ(supervisor.Run(), kExitConfigError);
+}
+
 TEST_F(SupervisorTest, AStoppedMemberIsReplaced) {
   Supervisor supervisor(options_);
   supervisor.AddGroup({.name = "g", .members = {Child("run"), Child("run")}});
