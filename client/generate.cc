@@ -167,7 +167,7 @@ bool WaitUntilReady(const std::string& address, const std::atomic<bool>& cancell
   while (!cancelled) {
     const auto info = FetchServerInfo(*stub, absl::Seconds(1));
     if (info.ok() && info->groups_size() > 0 && info->groups(0).ready()) {
-      fmt::print(stderr, "{}: {}\n\n", info->groups(0).model(), DescribeLayout(info->groups(0)));
+      fmt::print(stderr, "{}: {}\n", info->groups(0).model(), DescribeLayout(info->groups(0)));
       return true;
     }
     absl::SleepFor(absl::Milliseconds(20));

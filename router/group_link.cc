@@ -171,10 +171,10 @@ void GroupLink::OnWatchEnd(const absl::Status& status) {
 
 void GroupLink::Lose(std::string why) {
   absl::flat_hash_map<std::uint64_t, std::function<void()>> calls;
-  bool was_ready = false;
+  bool lost_in_service = false;
   {
     MutexLock lock(mutex_);
-    was_ready = snapshot_->ready;
+    lost_in_service = snapshot_->ready && !shut_down_;
     GroupSnapshot next = *snapshot_;
     next.ready = false;
     next.state = why;
@@ -182,7 +182,7 @@ void GroupLink::Lose(std::string why) {
     Publish(std::move(next));
     calls.swap(calls_);
   }
-  if (was_ready) spdlog::warn("group {}: {}; {} requests end", address_, why, calls.size());
+  if (lost_in_service) spdlog::warn("group {}: {}; {} requests end", address_, why, calls.size());
   for (const auto& [id, on_lost] : calls) on_lost();
   on_change_();
 }

@@ -67,7 +67,7 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   spdlog::info("serving {} on {}", flags.ServedModelName(), fmt::join(server->addresses(), ", "));
 
   signals.Wait();
-  spdlog::info("draining for up to {}", absl::FormatDuration(flags.drain_timeout));
+  spdlog::info("stopping: requests in flight have {}", absl::FormatDuration(flags.drain_timeout));
   server->Shutdown(flags.drain_timeout);
   return absl::OkStatus();
 }
