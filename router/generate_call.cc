@@ -9,9 +9,6 @@
 namespace weft {
 namespace {
 
-// A request that no group has worked on yet is placed so many times.
-constexpr std::uint32_t kMaxAttempts = 3;
-
 std::uint64_t DrawUint64() {
   thread_local std::random_device device;
   return std::uniform_int_distribution<std::uint64_t>()(device);
@@ -35,8 +32,10 @@ bool MergeResponses(v1::GenerateResponse& into, v1::GenerateResponse& next) {
 
 }  // namespace
 
-StreamWriterOptions<v1::GenerateResponse> ResponseStreamOptions() {
-  return {.size_bytes = ResponseBytes, .merge = MergeResponses};
+StreamWriterOptions<v1::GenerateResponse> ResponseStreamOptions(const GenerateContext& context) {
+  return {.max_bytes = context.max_stream_buffer_bytes,
+          .size_bytes = ResponseBytes,
+          .merge = MergeResponses};
 }
 
 GenerateCall::GenerateCall(const GenerateContext& context, v1::GenerateRequest request,
@@ -156,7 +155,7 @@ void GenerateCall::OnWorkerEnd(absl::Status status) {
   }
   const std::string reason = ReasonOf(status);
   const bool refused = reason == kReasonNotReady || reason == kReasonDraining;
-  if (refused && !client_gone && !started_stream_ && ++attempt_ < kMaxAttempts) {
+  if (refused && !client_gone && !started_stream_ && ++attempt_ < context_.max_attempts) {
     Place();
     return;
   }

@@ -22,6 +22,8 @@ namespace weft {
 // request may be in the hands of any of them.
 struct GenerateContext {
   RequestLimits limits;
+  std::uint32_t max_attempts = 3;  // how often a request is placed that no group has taken yet
+  std::int64_t max_stream_buffer_bytes = std::int64_t{1} << 20;
   const Tokenizer* tokenizer = nullptr;  // null with --skip-tokenizer-init: no text, in or out
   TextPool* text_pool = nullptr;
   Cluster* cluster = nullptr;
@@ -72,7 +74,7 @@ class GenerateCall final : public WorkerCall::Handler,
   std::shared_ptr<WorkerCall> worker_call_ ABSL_GUARDED_BY(mutex_);
 };
 
-// How waiting responses are measured and merged; on_cancel is left to the caller.
-StreamWriterOptions<v1::GenerateResponse> ResponseStreamOptions();
+// How waiting responses are bounded and merged; on_cancel is left to the caller.
+StreamWriterOptions<v1::GenerateResponse> ResponseStreamOptions(const GenerateContext& context);
 
 }  // namespace weft

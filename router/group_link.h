@@ -28,7 +28,7 @@ struct GroupLinkOptions {
 //
 // Thread-safe. `on_change` and the handlers of calls run on gRPC's threads or in Tick(), with no
 // lock of this class held.
-class GroupLink : public std::enable_shared_from_this<GroupLink> {
+class GroupLink {
  public:
   using Clock = std::chrono::steady_clock;
 

@@ -52,6 +52,8 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
                                         .text_prompts = tokenizer != nullptr,
                                         .max_prompt_bytes = flags.max_prompt_bytes,
                                         .max_stop_token_ids = flags.max_stop_token_ids},
+                             .max_attempts = static_cast<std::uint32_t>(flags.max_attempts),
+                             .max_stream_buffer_bytes = flags.max_stream_buffer_bytes,
                              .tokenizer = tokenizer.get()};
   Cluster cluster({.addresses = flags.groups,
                    .max_waiting = flags.max_queued_requests,

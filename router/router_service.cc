@@ -18,7 +18,7 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* RouterService::Generate(
       grpc::GenericDeserialize<grpc::ProtoBufferReader, v1::GenerateRequest>(&bytes, &parsed).ok();
   auto generate = std::make_shared<GenerateCall>(context_, std::move(parsed), call->deadline());
 
-  StreamWriterOptions<v1::GenerateResponse> options = ResponseStreamOptions();
+  StreamWriterOptions<v1::GenerateResponse> options = ResponseStreamOptions(context_);
   options.on_cancel = [weak = std::weak_ptr<GenerateCall>(generate)] {
     if (const auto alive = weak.lock()) alive->OnClientGone();
   };

@@ -13,7 +13,7 @@ namespace {
 constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 // Every flag of AddTo(), and CommonFlags', which a router has as well.
-constexpr std::array<std::string_view, 13> kNames = {
+constexpr std::array<std::string_view, 15> kNames = {
     "--model",
     "--served-model-name",
     "--log-level",
@@ -25,6 +25,8 @@ constexpr std::array<std::string_view, 13> kNames = {
     "--max-prompt-bytes",
     "--max-stop-token-ids",
     "--max-queued-requests",
+    "--max-attempts",
+    "--max-stream-buffer-bytes",
     "--queue-timeout",
     "--drain-timeout",
 };
@@ -47,6 +49,11 @@ void RouterFlags::AddTo(OptionParser& parser) {
   parser.Add("--max-queued-requests", &max_queued_requests,
              "Requests that may wait for a tokenizer thread, and for a group to be ready",
              Range(1, kMaxInt32));
+  parser.Add("--max-attempts", &max_attempts,
+             "Groups that may refuse a request as not ready or draining before it fails",
+             Range(1, 1000));
+  parser.AddBytes("--max-stream-buffer-bytes", &max_stream_buffer_bytes,
+                  "What a slow reader may leave in the router before it loses its stream");
   parser.Add("--queue-timeout", &queue_timeout, "How long a request waits for a group to be ready");
   parser.Add("--drain-timeout", &drain_timeout,
              "How long requests in flight may go on after SIGTERM");

@@ -22,6 +22,8 @@ struct RouterFlags {
   std::int64_t max_prompt_bytes = std::int64_t{16} << 20;
   std::int32_t max_stop_token_ids = 128;
   std::int32_t max_queued_requests = 1024;
+  std::int32_t max_attempts = 3;
+  std::int64_t max_stream_buffer_bytes = std::int64_t{1} << 20;
   absl::Duration queue_timeout = absl::Seconds(30);
   absl::Duration drain_timeout = absl::Seconds(30);
 

@@ -73,6 +73,7 @@ const std::vector<std::string> kEveryRouterFlag = {
     "--listen=a:1",           "--skip-tokenizer-init=true",
     "--tokenizer-threads=3",  "--max-prompt-bytes=1024",
     "--max-stop-token-ids=5", "--max-queued-requests=6",
+    "--max-attempts=4",       "--max-stream-buffer-bytes=2048",
     "--queue-timeout=1s",     "--drain-timeout=2s",
 };
 

@@ -33,6 +33,7 @@ class FakeWorker::Service final : public v1::Worker::CallbackService {
     call->writer_ = stream->writer();
     MutexLock lock(worker_.mutex_);
     if (!worker_.refusal_.ok()) {
+      ++worker_.num_refused_;
       call->writer_->Finish(worker_.refusal_);
       return stream;
     }
@@ -56,11 +57,11 @@ class FakeWorker::Service final : public v1::Worker::CallbackService {
   FakeWorker& worker_;
 };
 
-void FakeWorker::Call::Send(absl::Span<const std::int32_t> ids, v1::FinishReason finish) {
+bool FakeWorker::Call::Send(absl::Span<const std::int32_t> ids, v1::FinishReason finish) {
   v1::WorkerGenerateResponse response;
   response.mutable_token_ids()->Add(ids.begin(), ids.end());
   response.set_finish_reason(finish);
-  writer_->Write(std::move(response));
+  return writer_->Write(std::move(response));
 }
 
 void FakeWorker::Call::WaitUntilCancelled() {
@@ -130,6 +131,11 @@ void FakeWorker::FallSilent() {
 void FakeWorker::RefuseCalls(absl::Status status) {
   MutexLock lock(mutex_);
   refusal_ = std::move(status);
+}
+
+int FakeWorker::num_refused() {
+  MutexLock lock(mutex_);
+  return num_refused_;
 }
 
 void FakeWorker::Kill() {

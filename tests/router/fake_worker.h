@@ -24,7 +24,8 @@ class FakeWorker {
   class Call {
    public:
     const v1::WorkerGenerateRequest& request() const { return request_; }
-    void Send(absl::Span<const std::int32_t> ids,
+    // False once the stream has ended.
+    bool Send(absl::Span<const std::int32_t> ids,
               v1::FinishReason finish = v1::FINISH_REASON_UNSPECIFIED);
     void End(absl::Status status = absl::OkStatus()) { writer_->Finish(std::move(status)); }
     // Returns once the router has cancelled or its deadline has passed.
@@ -55,6 +56,7 @@ class FakeWorker {
   void FallSilent();
   // New calls are refused with this status instead of being given to the test.
   void RefuseCalls(absl::Status status);
+  int num_refused();
   // Ends as a killed process does. Start() is a new process at the same address.
   void Kill();
   void Start();
@@ -72,6 +74,7 @@ class FakeWorker {
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   bool silent_ ABSL_GUARDED_BY(mutex_) = false;
+  int num_refused_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status refusal_ ABSL_GUARDED_BY(mutex_);
   v1::GroupState state_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::shared_ptr<Call>> calls_ ABSL_GUARDED_BY(mutex_);

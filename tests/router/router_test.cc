@@ -86,6 +86,7 @@ class Stream {
       v1::GenerateResponse response;
       while (reader->Read(&response)) responses_.push_back(response);
       status_ = FromGrpcStatus(reader->Finish());
+      ended_ = true;
     });
   }
   ~Stream() {
@@ -94,6 +95,7 @@ class Stream {
   }
 
   void Cancel() { context_.TryCancel(); }
+  bool ended() const { return ended_; }
   const absl::Status& Wait() {
     if (thread_.joinable()) thread_.join();
     return status_;
@@ -117,6 +119,7 @@ class Stream {
   grpc::ClientContext context_;
   std::vector<v1::GenerateResponse> responses_;
   absl::Status status_;
+  std::atomic<bool> ended_ = false;
   std::thread thread_;
 };
 
@@ -125,7 +128,6 @@ class RouterTest : public ::testing::Test {
   // Starts a router over `workers`' addresses.
   void StartRouter(std::vector<std::string> addresses, ClusterOptions options = {}) {
     options.addresses = std::move(addresses);
-    options.link.heartbeat_timeout = std::chrono::milliseconds(500);
     cluster_ = std::make_unique<Cluster>(options);
     text_pool_ = std::make_unique<TextPool>(2, 64);
     context_.cluster = cluster_.get();
@@ -259,7 +261,7 @@ TEST_F(RouterTest, DeadlineReachesTheLeader) {
   StartRouter({address});
   WaitUntilReady(0);
   Stream stream(*stub_, TextRequest("x"),
-                std::chrono::system_clock::now() + std::chrono::milliseconds(300));
+                std::chrono::system_clock::now() + std::chrono::seconds(2));
   const auto call = worker.TakeCall();
   EXPECT_TRUE(absl::IsDeadlineExceeded(stream.Wait())) << stream.Wait();
   call->WaitUntilCancelled();
@@ -292,7 +294,7 @@ TEST_F(RouterTest, LostGroupEndsItsStreamsAndIsFoundAgain) {
 TEST_F(RouterTest, SilentGroupIsLost) {
   const std::string address = UniqueAddress("leader");
   FakeWorker worker(address);
-  StartRouter({address});
+  StartRouter({address}, {.link = {.heartbeat_timeout = std::chrono::milliseconds(500)}});
   const auto stream = Send(TextRequest("x"));
   const auto call = worker.TakeCall();
   worker.FallSilent();
@@ -339,6 +341,44 @@ TEST_F(RouterTest, RequestRefusedByADrainingGroupGoesToAnotherOne) {
   }
 }
 
+TEST_F(RouterTest, ARefusedRequestIsPlacedUpToMaxAttempts) {
+  const std::string address = UniqueAddress("leader");
+  FakeWorker worker(address);
+  worker.RefuseCalls(WithReason(absl::UnavailableError("stopping"), kReasonDraining));
+  context_.max_attempts = 2;
+  StartRouter({address});
+  const auto stream = Send(TextRequest("x"));
+  EXPECT_TRUE(absl::IsUnavailable(stream->Wait())) << stream->Wait();
+  EXPECT_EQ(ReasonOf(stream->Wait()), kReasonDraining);
+  EXPECT_EQ(worker.num_refused(), 2);
+}
+
+TEST_F(RouterTest, ASlowReaderLosesItsOwnStreamOnly) {
+  const std::string address = UniqueAddress("leader");
+  FakeWorker worker(address);
+  context_.max_stream_buffer_bytes = 1 << 16;
+  StartRouter({address});
+  grpc::ClientContext slow_context;
+  const auto slow = stub_->Generate(&slow_context, TextRequest("x"));  // and reads nothing
+  const auto slow_call = worker.TakeCall();
+  const auto other = Send(TextRequest("x"));
+  const auto other_call = worker.TakeCall();
+  other_call->Send({'a'});
+  const std::vector<std::int32_t> many(4096, 'a');
+  while (slow_call->Send(many)) absl::SleepFor(absl::Milliseconds(1));
+  other_call->Send({'b'}, v1::FINISH_REASON_LENGTH);
+  other_call->End();
+  EXPECT_TRUE(other->Wait().ok()) << other->Wait();
+  EXPECT_EQ(other->Text(), "ab");
+
+  v1::GenerateResponse response;
+  std::uint64_t seq = 0;
+  while (slow->Read(&response)) EXPECT_EQ(response.seq(), seq++);
+  const absl::Status status = FromGrpcStatus(slow->Finish());
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_EQ(ReasonOf(status), kReasonSlowReader);
+}
+
 TEST_F(RouterTest, RequestsWaitForAGroupUpToTheQueueTimeout) {
   StartRouter({UniqueAddress("nobody")}, {.queue_timeout = std::chrono::milliseconds(200)});
   const auto stream = Send(TextRequest("x"));
@@ -367,19 +407,16 @@ TEST_F(RouterTest, AGroupThatIsNotReadyGetsNothing) {
 TEST_F(RouterTest, TheQueueForAGroupIsBounded) {
   StartRouter({UniqueAddress("nobody")}, {.max_waiting = 1});
   const auto first = Send(TextRequest("x"));
-  // Whichever of the two comes second is refused.
   const auto second = Send(TextRequest("x"));
-  std::thread cancel_first([&] { first->Wait(); });
-  std::thread cancel_second([&] { second->Wait(); });
-  // One has ended by itself; the other one waits until it is cancelled.
-  absl::SleepFor(absl::Milliseconds(300));
-  first->Cancel();
-  second->Cancel();
-  cancel_first.join();
-  cancel_second.join();
-  EXPECT_EQ(absl::IsResourceExhausted(first->Wait()) + absl::IsResourceExhausted(second->Wait()),
-            1);
-  EXPECT_EQ(absl::IsCancelled(first->Wait()) + absl::IsCancelled(second->Wait()), 1);
+  // Whichever came second is refused; the other one waits until it is cancelled.
+  while (!first->ended() && !second->ended()) absl::SleepFor(absl::Milliseconds(5));
+  Stream& refused = first->ended() ? *first : *second;
+  Stream& waiting = first->ended() ? *second : *first;
+  EXPECT_TRUE(absl::IsResourceExhausted(refused.Wait())) << refused.Wait();
+  EXPECT_EQ(ReasonOf(refused.Wait()), kReasonOverloaded);
+  EXPECT_FALSE(waiting.ended());
+  waiting.Cancel();
+  EXPECT_TRUE(absl::IsCancelled(waiting.Wait())) << waiting.Wait();
 }
 
 TEST_F(RouterTest, RequestsSpreadOverEqualGroups) {
