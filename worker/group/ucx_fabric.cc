@@ -1,11 +1,13 @@
 #include <poll.h>
 #include <sched.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <fstream>
 #include <utility>
 #include <vector>
 
@@ -32,6 +34,8 @@ constexpr auto kYieldFor = std::chrono::microseconds(300);
 constexpr absl::Duration kLongestSleep = absl::Milliseconds(500);
 // Room in a peer's queue raises no event.
 constexpr auto kFullQueueNap = std::chrono::microseconds(200);
+// How long we sleep while a peer cannot wake us.
+constexpr auto kDeafNap = std::chrono::milliseconds(1);
 
 // What Progress() does at most, so that a peer that never stops sending cannot keep us there.
 constexpr int kMaxProgress = 256;
@@ -44,11 +48,24 @@ inline void SpinPause() {
 #endif
 }
 
+// Where a process can be reached. UCX uses shared memory between processes of one host and IPC
+// namespace, but wakes a sleeper through an abstract Unix socket, which only processes of its
+// network namespace reach (measured: such a sleeper slept on until its time was up).
+struct Place {
+  std::uint64_t shared_memory;  // equal: the same host and IPC namespace
+  std::uint64_t network;        // equal, with the above: the same network namespace
+
+  bool CanWake(const Place& other) const {
+    return shared_memory != other.shared_memory || network == other.network;
+  }
+};
+
 // The address of a fabric: this, then UCX's own.
 struct AddressHeader {
   std::uint32_t magic;  // kAddressMagic
   std::uint32_t ucx_bytes;
-  std::uint64_t checksum;  // UCX crashes on an address that is damaged
+  std::uint64_t checksum;  // of UCX's: it crashes on an address that is damaged
+  Place place;
 };
 constexpr std::uint32_t kAddressMagic = 0x41544657;  // "WFTA"
 constexpr std::size_t kMaxAddressBytes = 4096;
@@ -59,6 +76,18 @@ std::uint64_t Checksum(std::string_view bytes) {  // FNV-1a
   return hash;
 }
 
+std::uint64_t NamespaceId(const char* path) {
+  struct stat info = {};
+  return stat(path, &info) == 0 ? info.st_ino : 0;
+}
+
+Place OwnPlace() {
+  std::string host;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> host;
+  return {.shared_memory = Checksum(fmt::format("{} {}", host, NamespaceId("/proc/self/ns/ipc"))),
+          .network = NamespaceId("/proc/self/ns/net")};
+}
+
 absl::StatusOr<std::string> MakeAddress(ucp_worker_h worker) {
   ucp_address_t* ucx_address = nullptr;
   std::size_t ucx_bytes = 0;
@@ -67,8 +96,10 @@ absl::StatusOr<std::string> MakeAddress(ucp_worker_h worker) {
     return UcxError("ucp_worker_get_address", status);
   }
   const std::string_view blob(reinterpret_cast<const char*>(ucx_address), ucx_bytes);
-  const AddressHeader header = {kAddressMagic, static_cast<std::uint32_t>(ucx_bytes),
-                                Checksum(blob)};
+  const AddressHeader header = {.magic = kAddressMagic,
+                                .ucx_bytes = static_cast<std::uint32_t>(ucx_bytes),
+                                .checksum = Checksum(blob),
+                                .place = OwnPlace()};
   std::string address(reinterpret_cast<const char*>(&header), sizeof(header));
   address += blob;
   ucp_worker_release_address(worker, ucx_address);
@@ -80,8 +111,12 @@ absl::StatusOr<std::string> MakeAddress(ucp_worker_h worker) {
   return address;
 }
 
-// UCX's part of a fabric's address.
-absl::StatusOr<std::string_view> ParseAddress(std::string_view address) {
+struct Address {
+  Place place;
+  std::string_view ucx;
+};
+
+absl::StatusOr<Address> ParseAddress(std::string_view address) {
   AddressHeader header;
   if (address.size() < sizeof(header) || address.size() > kMaxAddressBytes) {
     return absl::InvalidArgumentError(
@@ -89,12 +124,12 @@ absl::StatusOr<std::string_view> ParseAddress(std::string_view address) {
                     sizeof(header), kMaxAddressBytes));
   }
   std::memcpy(&header, address.data(), sizeof(header));
-  const std::string_view blob = address.substr(sizeof(header));
-  if (header.magic != kAddressMagic || header.ucx_bytes != blob.size() ||
-      header.checksum != Checksum(blob)) {
+  const std::string_view ucx = address.substr(sizeof(header));
+  if (header.magic != kAddressMagic || header.ucx_bytes != ucx.size() ||
+      header.checksum != Checksum(ucx)) {
     return absl::InvalidArgumentError("not the address of a UCX fabric, or a damaged one");
   }
-  return blob;
+  return Address{.place = header.place, .ucx = ucx};
 }
 
 class UcxFabric final : public Fabric, public FrameAssembler::Sink {
@@ -119,9 +154,10 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
   std::string LocalAddress() const override { return address_; }
 
   absl::StatusOr<PeerId> Connect(std::string_view address, std::uint32_t self_tag) override {
-    ASSIGN_OR_RETURN(const std::string_view ucx_address, ParseAddress(address));
+    ASSIGN_OR_RETURN(const Address parsed, ParseAddress(address));
     ASSIGN_OR_RETURN(std::unique_ptr<UcxPeer> peer,
-                     UcxPeer::Connect(worker_.get(), ucx_address, self_tag, state_));
+                     UcxPeer::Connect(worker_.get(), parsed.ucx, self_tag, state_));
+    if (!parsed.place.CanWake(OwnPlace())) deaf_ = true;
     if (address == address_) self_connections_.push_back(peer->connection());
     peers_.push_back(std::move(peer));
     return PeerId{static_cast<std::uint32_t>(peers_.size() - 1)};
@@ -184,6 +220,7 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
   std::vector<std::uint64_t> self_connections_;
   std::array<Handler, kNumChannels> handlers_;
   FabricCounters counters_;
+  bool deaf_ = false;  // some peer cannot wake us
   std::atomic<bool> woken_{false};
   std::atomic<bool> sleeping_{false};
 };
@@ -271,6 +308,7 @@ void UcxFabric::Sleep(std::chrono::nanoseconds limit) {
   sleeping_.store(true);
   // After this, either Wake() sees that we sleep or we see that it was called.
   if (!woken_.load() && ucp_worker_arm(worker_.get()) == UCS_OK) {
+    if (deaf_) limit = std::min<std::chrono::nanoseconds>(limit, kDeafNap);
     if (AnyBusy()) limit = std::min<std::chrono::nanoseconds>(limit, kFullQueueNap);
     pollfd events = {.fd = event_fd_, .events = POLLIN, .revents = 0};
     const timespec timeout = {.tv_sec = static_cast<time_t>(limit.count() / 1'000'000'000),

@@ -26,10 +26,9 @@ std::string Text(const absl::Status& status) { return status.ok() ? "" : status.
 
 TEST(CommunicatorTest, EveryCollectiveEqualsBruteForce) {
   for (int n = 1; n <= 5; ++n) {
-    for (std::uint64_t seed : {1, 2}) {
-      EXPECT_THAT(RunOnThreads(n, [&](RankContext& c) { return CheckCollectives(c, seed); }),
-                  Each(IsEmpty()));
-    }
+    const auto seed = static_cast<std::uint64_t>(n);
+    EXPECT_THAT(RunOnThreads(n, [&](RankContext& c) { return CheckCollectives(c, seed); }),
+                Each(IsEmpty()));
   }
 }
 

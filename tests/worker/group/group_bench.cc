@@ -1,13 +1,22 @@
 // Prints the median time of collectives over UCX between processes of this host.
 // Usage: group_bench [ranks...]   (default: 2 4)
+// With WEFT_BENCH_NETNS=/run/netns/a,/run/netns/b rank r enters the r-th of these network
+// namespaces first: ranks of different hosts, as far as UCX can see.
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mount.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
 #include <vector>
 
 #include "fmt/format.h"
+#include "server/base/check.h"
 #include "tests/worker/group/collective_checks.h"
 #include "tests/worker/group/rank_processes.h"
 
@@ -75,6 +84,23 @@ std::string Bench(RankContext& context) {
   return "";
 }
 
+// Enters the network namespace that WEFT_BENCH_NETNS has for the rank.
+void EnterNamespace(int rank) {
+  const char* const list = std::getenv("WEFT_BENCH_NETNS");
+  if (list == nullptr) return;
+  std::istringstream paths(list);
+  std::string path;
+  for (int r = 0; r <= rank; ++r) CHECK(std::getline(paths, path, ',').good() || r == rank);
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  CHECK_MSG(fd >= 0 && setns(fd, CLONE_NEWNET) == 0, path);
+  close(fd);
+  // UCX looks for devices in /sys/class/net, which shows the namespace of whoever mounted it.
+  CHECK(unshare(CLONE_NEWNS) == 0);
+  CHECK(mount("none", "/", nullptr, MS_REC | MS_SLAVE, nullptr) == 0);
+  CHECK(umount2("/sys", MNT_DETACH) == 0);
+  CHECK(mount("sysfs", "/sys", "sysfs", 0, nullptr) == 0);
+}
+
 }  // namespace
 }  // namespace weft
 
@@ -84,7 +110,7 @@ int main(int argc, char** argv) {
   if (sizes.empty()) sizes = {2, 4};
   int failed = 0;
   for (int n : sizes) {
-    weft::RankProcesses ranks(n, weft::Bench);
+    weft::RankProcesses ranks(n, weft::Bench, weft::EnterNamespace);
     for (const std::string& answer : ranks.JoinAll()) {
       if (answer.empty()) continue;
       fmt::print(stderr, "{}\n", answer);

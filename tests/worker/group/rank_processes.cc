@@ -96,7 +96,8 @@ std::vector<std::string> RunOnThreads(int num_ranks, const RankBody& body) {
   return answers;
 }
 
-RankProcesses::RankProcesses(int num_ranks, const RankBody& body) {
+RankProcesses::RankProcesses(int num_ranks, const RankBody& body,
+                             const std::function<void(int rank)>& before_ucx) {
   for (int r = 0; r < num_ranks; ++r) {
     int sockets[2];
     int answers[2];
@@ -112,6 +113,7 @@ RankProcesses::RankProcesses(int num_ranks, const RankBody& body) {
       }
       close(sockets[0]);
       close(answers[0]);
+      if (before_ucx) before_ucx(r);
       WriteString(answers[1], RunChild(r, num_ranks, sockets[1], body));
       _exit(0);
     }

@@ -36,7 +36,9 @@ std::vector<std::string> RunOnThreads(int num_ranks, const RankBody& body);
 // forked, and UCX does not survive that.
 class RankProcesses {
  public:
-  RankProcesses(int num_ranks, const RankBody& body);
+  // `before_ucx` runs first, in the child.
+  RankProcesses(int num_ranks, const RankBody& body,
+                const std::function<void(int rank)>& before_ucx = nullptr);
   // Kills what still runs.
   ~RankProcesses();
 
