@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Configures and builds one preset: scripts/build.sh [release|debug|asan|tsan]. build/bin is a link
+# to the release's programs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+preset=${1:-release}
+cmake --preset "$preset" >/dev/null
+cmake --build "build/$preset" -j "$(nproc)"
+if [ "$preset" = release ]; then ln -sfn release/bin build/bin; fi

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Sets up, builds and runs the tests. Idempotent; quick the second time.
+#
+#   scripts/test.sh               release build: unit, end-to-end
+#   scripts/test.sh --sanitizers  also asan (with ubsan) and tsan of what is labelled for them
+#   scripts/test.sh --all         everything, the long ones too (hours on two cores)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+sanitizers=0 all=0
+for argument in "$@"; do
+  case "$argument" in
+    --sanitizers) sanitizers=1 ;;
+    --all) sanitizers=1 all=1 ;;
+    *) echo "scripts/test.sh: unknown argument '$argument'; there are --sanitizers and --all" >&2; exit 2 ;;
+  esac
+done
+
+scripts/setup.sh
+scripts/fetch_model.sh
+scripts/fetch_model.sh --dtype float32 models/smollm2-135m-instruct-fp32
+
+jobs=$(nproc)
+# ctest exits 0 when nothing matches; --no-tests=error makes that a failure.
+run_tests() {
+  (cd "build/$1" && ctest --output-on-failure --no-tests=error "${@:2}")
+}
+
+scripts/build.sh release
+if [ "$all" = 1 ]; then
+  WEFT_ALL_CELLS=1 run_tests release
+else
+  run_tests release -LE long
+fi
+
+if [ "$sanitizers" = 1 ]; then
+  for preset in asan tsan; do
+    cmake --preset "$preset" >/dev/null
+    # Only what the label selects is built: the rest would take as long as the tests.
+    targets=$(cd "build/$preset" && ctest --show-only=json-v1 -L "$preset" |
+      python3 -c 'import json,sys; print(*(t["name"] for t in json.load(sys.stdin)["tests"]))')
+    # shellcheck disable=SC2086
+    cmake --build "build/$preset" -j "$jobs" --target $targets
+    run_tests "$preset" -L "$preset"
+  done
+fi

@@ -1,0 +1,139 @@
+"""What a request meets on its way: capacity, cancellation, deadlines, bad input."""
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+
+from cluster import BIN, ENV, ROOT, Cluster, generate_offline, golden, golden_dir, wait_until
+
+MODEL = "llama_mqa"
+
+
+def no_kv_in_use(cluster):
+    group = cluster.status()
+    return group and group["num_free_blocks"] == group["num_blocks"] and group["num_requests_running"] == 0
+
+
+def test_position_sharding_serves_what_one_rank_could_not_hold():
+    prompt = golden(MODEL)["len130"]
+    ids = ",".join(map(str, prompt["ids"]))
+    # K and V of one head of 16 in 2 layers in fp32: 256 bytes a token; a rank gets 128 tokens.
+    flags = ["-tp", 2, "--block-size=16", "--kv-cache-memory-bytes", 128 * 256, "--dtype=float32"]
+    ask = ["--prompt-token-ids", ids, "--temperature=0", "--ignore-eos", "--max-tokens=48"]
+    with Cluster(golden_dir(MODEL), *flags, "-dcp", 1) as cluster:
+        refused = cluster.generate(*ask, check=False)[0]
+        assert refused["error"]["code"] == "INVALID_ARGUMENT"
+        assert "128" in refused["error"]["message"]
+    with Cluster(golden_dir(MODEL), *flags, "-dcp", 2) as cluster:
+        assert cluster.status()["max_model_len"] in (256, "256")
+        assert cluster.generate(*ask)[0]["token_ids"] == prompt["greedy"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(golden_dir(MODEL), "-tp", 2, "-dcp", 2, "--dtype=float32") as running:
+        yield running
+
+
+def start(cluster, *flags):
+    return subprocess.Popen(
+        [BIN / "weft", "generate", "--address", cluster.address, "--format=json", "--prompt-token-ids=5,6,7",
+         "--ignore-eos", "--temperature=0", "--max-tokens=480", *flags],
+        env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL], ids=["cancel", "disconnect"])
+def test_a_client_that_goes_frees_its_blocks(cluster, sig):
+    clients = [start(cluster) for _ in range(4)]
+    wait_until(lambda: cluster.status()["num_requests_running"] > 0, 10, "running")
+    for client in clients:
+        client.send_signal(sig)
+    for client in clients:
+        client.wait(10)
+    wait_until(lambda: no_kv_in_use(cluster), 3, "blocks back")
+
+
+BAD_REQUESTS = [
+    (["--prompt-token-ids=1,99999"], "99999"),
+    (["--prompt-token-ids=-1"], "-1"),
+    (["--prompt="], "empty"),
+    (["--prompt-token-ids=" + ",".join(["5"] * 600)], "600"),
+    (["--prompt-token-ids=5", "--temperature=-1"], "temperature"),
+    (["--prompt-token-ids=5", "--temperature=nan"], "temperature"),
+    (["--prompt-token-ids=5", "--top-p=0"], "top_p"),
+    (["--prompt-token-ids=5", "--top-p=1.5"], "top_p"),
+    (["--prompt-token-ids=5", "--top-k=-2"], "top_k"),
+    (["--prompt-token-ids=5", "--max-tokens=0"], "max_tokens"),
+]
+
+
+@pytest.mark.parametrize("flags,mention", BAD_REQUESTS, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_bad_request_is_refused_and_harms_nobody(cluster, flags, mention):
+    out = subprocess.run([BIN / "weft", "generate", "--address", cluster.address, "--format=json", *flags],
+                         env=ENV, capture_output=True, text=True, timeout=30)
+    assert out.returncode != 0
+    said = out.stderr + out.stdout
+    assert mention in said and ("INVALID_ARGUMENT" in said or not out.stdout), said
+    good = golden(MODEL)["len7"]
+    assert cluster.generate("--prompt-token-ids", ",".join(map(str, good["ids"])), "--temperature=0",
+                            "--ignore-eos", "--max-tokens=48")[0]["token_ids"] == good["greedy"]
+
+
+BAD_STARTS = [
+    (["-tp", 3, "-dcp", 2], "decode-context-parallel-size"),
+    (["-tp", 9], "9"),
+    (["-tp", 2, "-dcp", 2, "--block-size=10", "--cp-kv-cache-interleave-size=4"], "8"),
+    (["--prefill-context-parallel-size=2"], "prefill-context-parallel-size"),
+    (["--max-model-len=1000000"], "512"),
+    (["--max-model-len=512", "--num-gpu-blocks-override=2", "--block-size=16"], "32"),
+    (["--kv-cache-memory-bytes=10"], "10"),
+    (["--dtype=int8"], "int8"),
+    (["--no-such-flag"], "--no-such-flag"),
+]
+
+
+@pytest.mark.parametrize("flags,mention", BAD_STARTS, ids=lambda v: v if isinstance(v, str) else "")
+def test_what_cannot_be_is_refused_at_start_in_one_line(flags, mention):
+    code, _, stderr = generate_offline(golden_dir(MODEL), *flags, "--prompt-token-ids=5", timeout=30)
+    assert code != 0
+    said = [line for line in stderr.splitlines() if mention in line]
+    assert said, stderr
+
+
+def test_a_port_in_use_is_a_start_up_error(cluster):
+    port = cluster.address.rpartition(":")[2]
+    out = subprocess.run([BIN / "weft", "serve", golden_dir(MODEL), "--host=127.0.0.1", "--port", port],
+                         env=ENV, capture_output=True, text=True, timeout=30)
+    assert out.returncode != 0 and port in out.stderr
+
+
+def test_broken_checkpoints_are_refused_as_their_index_says(tmp_path):
+    script = golden_dir("break_checkpoint.py")
+    subprocess.run(["python3", script, golden_dir("llama_gqa"), tmp_path / "broken"], check=True)
+    index = json.loads((tmp_path / "broken/index.json").read_text())
+    entries = index if isinstance(index, list) else index.get("variants", index)
+    for entry in (entries if isinstance(entries, list) else
+                  [{"name": k, **v} for k, v in entries.items()]):
+        name, expect, mentions = entry["name"], entry["expect"], entry["mentions"]
+        code, lines, stderr = generate_offline(tmp_path / "broken" / name, "-tp", 2, "-dcp", 2,
+                                               "--prompt-token-ids=5,6", "--temperature=0", "--max-tokens=2",
+                                               timeout=30)
+        if expect == "load":
+            assert code == 0, (name, stderr)
+        elif expect == "reject":
+            assert code != 0, name
+            assert mentions in stderr, (name, mentions, stderr)
+        else:
+            assert code != 0 and (mentions in stderr or "error" in lines[0]), (name, stderr)
+
+
+def test_sigterm_lets_requests_finish(tmp_path):
+    with Cluster(golden_dir(MODEL), "-tp", 2, "-dcp", 2, "--dtype=float32") as running:
+        client = start(running)
+        wait_until(lambda: running.status()["num_requests_running"] > 0, 10, "running")
+        assert running.stop() == 0
+        out, _ = client.communicate(timeout=20)
+        assert len(json.loads(out)["token_ids"]) == 480

@@ -1,0 +1,163 @@
+// Law 2: in fp32 the layout never changes the answer. Cells of checkpoint x layout x block size x
+// interleave x traffic x exchange x planning ahead, each against the reference's greedy tokens:
+// a pairwise covering set and 300 drawn by seed; all of them with WEFT_ALL_CELLS=1.
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "fmt/format.h"
+#include "gtest/gtest.h"
+#include "tests/golden.h"
+#include "tests/pairwise.h"
+#include "tests/worker/local_group.h"
+
+namespace weft {
+namespace {
+
+const char* const kCheckpoints[] = {"llama_gqa", "llama_mqa", "llama_odd", "llama3_rope"};
+constexpr std::pair<int, int> kRanks[] = {{1, 1}, {2, 1}, {2, 2}, {3, 1},
+                                          {3, 3}, {4, 1}, {4, 2}, {4, 4}};
+constexpr int kInterleaves[] = {1, 4, 0};  // 0: all of a block's tokens on a rank (B)
+constexpr int kBlockSizes[] = {8, 16, 48, 128};
+enum Traffic { kAlone, kMixed, kPreempted, kNumTraffic };
+const char* const kTrafficNames[] = {"alone", "mixed", "preempted"};
+
+struct Layout {
+  std::string checkpoint;
+  int tp, dcp, block_size, interleave;
+  Traffic traffic;
+  DcpExchange exchange;
+  bool async;
+
+  std::string Name() const {
+    return fmt::format("{} T={} N={} V={} I={} {} {} {}", checkpoint, tp, dcp, block_size,
+                       interleave, kTrafficNames[traffic], DcpExchangeName(exchange),
+                       async ? "planning ahead" : "step by step");
+  }
+};
+
+Layout LayoutOf(const Cell& cell) {
+  const auto [tp, dcp] = kRanks[cell[1]];
+  const int block_size = kBlockSizes[cell[2]];
+  const int per_rank = block_size / dcp;
+  return {.checkpoint = kCheckpoints[cell[0]],
+          .tp = tp,
+          .dcp = dcp,
+          .block_size = block_size,
+          .interleave = kInterleaves[cell[3]] == 0 ? per_rank : kInterleaves[cell[3]],
+          .traffic = static_cast<Traffic>(cell[4]),
+          .exchange = cell[5] == 0 ? DcpExchange::kAgRs : DcpExchange::kA2a,
+          .async = cell[6] == 0};
+}
+
+std::vector<Cell> ValidCells() {
+  return FullProduct({4, 8, 4, 3, kNumTraffic, 2, 2}, [](const Cell& cell) {
+    const Layout layout = LayoutOf(cell);
+    return layout.interleave > 0 && layout.block_size % (layout.dcp * layout.interleave) == 0;
+  });
+}
+
+LocalGroupOptions OptionsOf(const Layout& layout, const std::filesystem::path& dir) {
+  LocalGroupOptions options;
+  options.model.model_dir = dir;
+  options.model.layout = {.tensor_parallel_size = layout.tp,
+                          .decode_context_parallel_size = layout.dcp,
+                          .block_size = layout.block_size,
+                          .interleave = layout.interleave};
+  options.model.max_model_len = 192;
+  options.model.exchange = layout.exchange;
+  options.rank.stall_timeout = absl::Seconds(20);
+  options.async_scheduling = layout.async;
+  const int blocks_of_one = (192 + layout.block_size - 1) / layout.block_size;
+  options.model.num_blocks = 8 * blocks_of_one;
+  if (layout.traffic == kMixed) options.model.max_num_batched_tokens = 13;
+  if (layout.traffic == kPreempted) {
+    options.model.max_num_batched_tokens = 29;
+    options.model.num_blocks = 2 * blocks_of_one;
+    options.force_preemption_every = 5;
+  }
+  return options;
+}
+
+EngineRequest RequestFor(const GoldenPrompt& prompt) {
+  EngineRequest request;
+  request.prompt_token_ids = prompt.ids;
+  request.max_tokens = static_cast<std::int32_t>(prompt.greedy.size());
+  request.ignore_eos = true;
+  request.sampling.temperature = 0;
+  return request;
+}
+
+// Runs one cell; true when any sequence was preempted.
+bool RunCell(const Layout& layout) {
+  const auto dir = GoldenPath(layout.checkpoint);
+  EXPECT_TRUE(dir.has_value());
+  const Golden golden = LoadGolden(*dir);
+  auto group = LocalGroup::Start(OptionsOf(layout, *dir));
+  EXPECT_TRUE(group.ok()) << layout.Name() << ": " << group.status();
+  if (!group.ok()) return false;
+
+  std::vector<EngineRequest> requests;
+  std::vector<const std::vector<std::int32_t>*> expected;
+  for (const char* name : {"len1", "len7", "len33", "len130"}) {
+    requests.push_back(RequestFor(golden.Prompt(name)));
+    expected.push_back(&golden.Prompt(name).greedy);
+  }
+  std::vector<Completion> completions;
+  if (layout.traffic == kAlone) {
+    for (EngineRequest& request : requests) {
+      completions.push_back((*group)->Generate({std::move(request)}).front());
+    }
+  } else {
+    completions = (*group)->Generate(std::move(requests));
+  }
+  bool preempted = false;
+  for (std::size_t i = 0; i < completions.size(); ++i) {
+    EXPECT_TRUE(completions[i].status.ok()) << layout.Name() << ": " << completions[i].status;
+    EXPECT_EQ(completions[i].token_ids, *expected[i]) << layout.Name() << ", prompt " << i;
+    preempted |= completions[i].num_preemptions > 0;
+  }
+  EXPECT_TRUE((*group)->status().ok()) << layout.Name() << ": " << (*group)->status();
+  // Planning ahead leaves one more step to run after the last token.
+  EngineStats stats = (*group)->leader().Stats();
+  for (int i = 0; i < 1000 && stats.num_free_blocks != stats.num_blocks; ++i) {
+    absl::SleepFor(absl::Milliseconds(1));
+    stats = (*group)->leader().Stats();
+  }
+  EXPECT_EQ(stats.num_free_blocks, stats.num_blocks) << layout.Name();
+  return preempted;
+}
+
+void RunCells(const std::vector<Cell>& cells) {
+  int preempted = 0;
+  int forced = 0;
+  for (const Cell& cell : cells) {
+    const Layout layout = LayoutOf(cell);
+    preempted += RunCell(layout);
+    forced += layout.traffic == kPreempted;
+    if (::testing::Test::HasFailure()) return;
+  }
+  EXPECT_TRUE(forced == 0 || preempted > 0) << "the preempting cells never preempted";
+  std::printf("%zu cells, %d of them with preemptions\n", cells.size(), preempted);
+}
+
+TEST(LayoutMatrixTest, EveryPairOfChoicesGivesTheReferencesTokens) {
+  RunCells(PairwiseCover(ValidCells()));
+}
+
+TEST(LayoutMatrixTest, DrawnCellsGiveTheReferencesTokens) {
+  const char* text = std::getenv("WEFT_SEED");
+  const unsigned seed = text == nullptr ? 20261129u : std::strtoul(text, nullptr, 10);
+  SCOPED_TRACE(fmt::format("WEFT_SEED={}", seed));
+  RunCells(DrawCells(ValidCells(), 300, seed));
+}
+
+TEST(LayoutMatrixTest, EveryCellGivesTheReferencesTokens) {
+  if (std::getenv("WEFT_ALL_CELLS") == nullptr) return;  // scripts/test.sh --all sets it
+  RunCells(ValidCells());
+}
+
+}  // namespace
+}  // namespace weft

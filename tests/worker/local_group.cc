@@ -1,0 +1,126 @@
+#include "tests/worker/local_group.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "fmt/format.h"
+#include "server/base/status_macros.h"
+
+namespace weft {
+namespace {
+
+class CollectingSink final : public TokenSink {
+ public:
+  void OnEvent(const TokenEvent& event) override {
+    MutexLock lock(mutex_);
+    if (event.token_id.has_value()) completion_.token_ids.push_back(*event.token_id);
+    completion_.num_preemptions = event.num_preemptions;
+    completion_.finish = event.finish;
+    completion_.status = event.error;
+    ended_ = event.finish != FinishReason::kNone;
+    if (ended_) changed_.NotifyAll();
+  }
+  void OnRefused(const absl::Status& status) override {
+    MutexLock lock(mutex_);
+    completion_.status = status;
+    ended_ = true;
+    changed_.NotifyAll();
+  }
+  Completion Wait() {
+    MutexLock lock(mutex_);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!ended_) {
+      if (changed_.WaitUntil(mutex_, deadline)) continue;
+      completion_.status = absl::DeadlineExceededError("no end after 60 s");
+      break;
+    }
+    return completion_;
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+  Completion completion_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<LocalGroup>> LocalGroup::Start(const LocalGroupOptions& options) {
+  std::unique_ptr<LocalGroup> group(new LocalGroup());
+  const std::int32_t tp = options.model.layout.tensor_parallel_size;
+  for (std::int32_t r = 0; r < tp; ++r) {
+    group->streams_.push_back(std::make_unique<kernels::CpuStream>(options.threads_per_rank));
+    group->progress_.push_back(std::make_unique<Progress>());
+    RankModelOptions model_options = options.model;
+    model_options.rank = r;
+    ASSIGN_OR_RETURN(RankModel model,
+                     RankModel::Load(model_options, *group->streams_.back(), [](int, int) {}));
+    group->models_.push_back(std::move(model));
+    group->fabrics_.push_back(MakeLocalFabric(fmt::format("rank{}", r)));
+    group->agreement_.fabric_addresses.push_back(group->fabrics_.back()->LocalAddress());
+  }
+  std::int32_t blocks = group->models_[0].num_blocks;
+  for (const RankModel& model : group->models_) blocks = std::min(blocks, model.num_blocks);
+  group->agreement_.num_blocks = blocks;
+  ASSIGN_OR_RETURN(group->agreement_.max_model_len,
+                   group->models_[0].ResolveMaxModelLen(options.model.max_model_len, blocks));
+  ASSIGN_OR_RETURN(std::unique_ptr<Engine> engine,
+                   Engine::Create({.block_size = group->models_[0].layout.block_size(),
+                                   .num_blocks = blocks,
+                                   .max_model_len = group->agreement_.max_model_len,
+                                   .max_num_seqs = options.model.max_num_seqs,
+                                   .max_num_batched_tokens = options.model.max_num_batched_tokens,
+                                   .vocab_size = group->models_[0].config.vocab_size,
+                                   .async_scheduling = options.async_scheduling,
+                                   .force_preemption_every = options.force_preemption_every}));
+  group->leader_ = std::make_unique<Leader>(std::move(engine), 1024);
+
+  RankOptions rank_options = options.rank;
+  rank_options.max_num_seqs = options.model.max_num_seqs;
+  rank_options.max_num_batched_tokens = options.model.max_num_batched_tokens;
+  rank_options.exchange = options.model.exchange;
+  for (std::int32_t r = 0; r < tp; ++r) {
+    group->threads_.emplace_back([g = group.get(), r, rank_options] {
+      absl::Status status;
+      auto rank = Rank::Start(g->models_[r], g->agreement_, rank_options, *g->fabrics_[r],
+                              *g->streams_[r], *g->progress_[r]);
+      if (!rank.ok()) {
+        status = rank.status();
+      } else {
+        status = r == 0 ? g->leader_->RunExecutor(**rank) : (*rank)->Follow(g->stop_);
+      }
+      MutexLock lock(g->mutex_);
+      g->status_.Update(status);
+    });
+  }
+  return group;
+}
+
+LocalGroup::~LocalGroup() {
+  if (leader_ != nullptr) leader_->Stop();
+  stop_ = true;
+  for (std::size_t r = 0; r < threads_.size(); ++r) {
+    fabrics_[r]->Wake();
+    threads_[r].join();
+  }
+}
+
+absl::Status LocalGroup::status() const {
+  MutexLock lock(mutex_);
+  return status_;
+}
+
+std::vector<Completion> LocalGroup::Generate(std::vector<EngineRequest> requests) {
+  std::vector<std::shared_ptr<CollectingSink>> sinks;
+  for (EngineRequest& request : requests) {
+    sinks.push_back(std::make_shared<CollectingSink>());
+    const auto id = leader_->Submit(std::move(request), sinks.back());
+    if (!id.ok()) sinks.back()->OnRefused(id.status());
+  }
+  std::vector<Completion> completions;
+  for (const auto& sink : sinks) completions.push_back(sink->Wait());
+  return completions;
+}
+
+}  // namespace weft

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "worker/leader.h"
+#include "worker/rank.h"
+
+namespace weft {
+
+struct LocalGroupOptions {
+  RankModelOptions model;  // `rank` is ignored
+  RankOptions rank;        // sizes and exchange are taken from `model`
+  bool async_scheduling = true;
+  std::int32_t force_preemption_every = 0;
+  int threads_per_rank = 1;
+};
+
+struct Completion {
+  absl::Status status;
+  std::vector<std::int32_t> token_ids;
+  FinishReason finish = FinishReason::kNone;
+  std::int32_t num_preemptions = 0;
+};
+
+// A whole group in one process: every rank is a thread, messages go over local fabrics; leader,
+// engine, plans (encoded and decoded) and collectives are the real ones.
+//
+// Threading: one thread uses it.
+class LocalGroup {
+ public:
+  static absl::StatusOr<std::unique_ptr<LocalGroup>> Start(const LocalGroupOptions& options);
+  ~LocalGroup();
+
+  // Runs all requests at once and waits for the last.
+  std::vector<Completion> Generate(std::vector<EngineRequest> requests);
+
+  Leader& leader() { return *leader_; }
+  const RankModel& model(int rank) const { return models_[rank]; }
+  std::int64_t max_model_len() const { return agreement_.max_model_len; }
+  // What ended the group, OK while it runs.
+  absl::Status status() const;
+
+ private:
+  LocalGroup() = default;
+
+  GroupAgreement agreement_;
+  std::vector<RankModel> models_;
+  std::vector<std::unique_ptr<Fabric>> fabrics_;
+  std::vector<std::unique_ptr<kernels::CpuStream>> streams_;
+  std::vector<std::unique_ptr<Progress>> progress_;
+  std::unique_ptr<Leader> leader_;
+  std::atomic<bool> stop_{false};
+  std::vector<std::thread> threads_;
+  mutable Mutex mutex_;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace weft

@@ -1,0 +1,171 @@
+#include "worker/leader.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "fmt/format.h"
+#include "server/base/check.h"
+#include "server/base/status_macros.h"
+#include "server/error_reason.h"
+
+namespace weft {
+namespace {
+
+// Wakes are explicit; this only bounds what a lost one could cost.
+constexpr absl::Duration kIdleWait = absl::Seconds(1);
+
+}  // namespace
+
+Leader::Leader(std::unique_ptr<Engine> engine, std::int32_t max_num_waiting)
+    // Adds are bounded by the engine; cancels and results must always find room beside them.
+    : engine_(std::move(engine)), inbox_(4 * static_cast<std::size_t>(max_num_waiting) + 1024) {
+  stats_ = engine_->Stats();
+  engine_thread_ = std::thread([this] { EngineLoop(); });
+}
+
+Leader::~Leader() {
+  Stop();
+  engine_thread_.join();
+}
+
+absl::StatusOr<RequestId> Leader::Submit(EngineRequest request, std::shared_ptr<TokenSink> sink) {
+  const RequestId id{next_id_.fetch_add(1, std::memory_order_relaxed)};
+  request.id = id;
+  num_requests_.fetch_add(1, std::memory_order_relaxed);
+  if (!inbox_.TryPush({.kind = Message::Kind::kAdd,
+                       .id = id,
+                       .request = std::move(request),
+                       .sink = std::move(sink)})) {
+    num_requests_.fetch_sub(1, std::memory_order_relaxed);
+    return WithReason(absl::ResourceExhaustedError(
+                          fmt::format("{} messages wait for the engine", inbox_.capacity())),
+                      kReasonOverloaded);
+  }
+  return id;
+}
+
+void Leader::Cancel(RequestId id) {
+  // A full queue holds thousands of messages: the engine is draining it, unless it has stopped.
+  while (!inbox_.TryPush({.kind = Message::Kind::kCancel, .id = id})) {
+    {
+      MutexLock lock(mutex_);
+      if (stopping_) return;
+    }
+    std::this_thread::yield();
+  }
+}
+
+void Leader::Stop() {
+  {
+    MutexLock lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.NotifyAll();
+  inbox_.Wake();
+}
+
+EngineStats Leader::Stats() const {
+  MutexLock lock(mutex_);
+  return stats_;
+}
+
+void Leader::HandleInbox(std::vector<Message>& inbox) {
+  const absl::Time now = absl::Now();
+  for (Message& message : inbox) {
+    if (message.kind == Message::Kind::kCancel) {
+      engine_->Cancel(message.id);
+      continue;
+    }
+    const absl::Status added = engine_->Add(std::move(message.request), now);
+    if (added.ok()) {
+      sinks_.emplace(message.id, std::move(message.sink));
+    } else {
+      num_requests_.fetch_sub(1, std::memory_order_relaxed);
+      message.sink->OnRefused(added.code() == absl::StatusCode::kResourceExhausted
+                                  ? WithReason(added, kReasonOverloaded)
+                                  : added);
+    }
+  }
+}
+
+std::optional<StepResult> Leader::TakeResult() {
+  MutexLock lock(mutex_);
+  if (results_taken_ == executed_) return std::nullopt;
+  const Result& result = results_[results_taken_ % 2];
+  ++results_taken_;
+  return StepResult{.step = result.step, .token_ids = result.token_ids};
+}
+
+void Leader::DeliverEvents() {
+  for (const TokenEvent& event : engine_->TakeEvents()) {
+    const auto sink = sinks_.find(event.id);
+    if (sink == sinks_.end()) continue;
+    sink->second->OnEvent(event);
+    if (event.finish != FinishReason::kNone) {
+      sinks_.erase(sink);
+      num_requests_.fetch_sub(1, std::memory_order_relaxed);
+    }
+  }
+}
+
+void Leader::PlanSteps() {
+  for (;;) {
+    const std::optional<StepResult> result = TakeResult();
+    const StepPlan* plan = engine_->Step(absl::Now(), result);
+    std::uint64_t next = 0;
+    {
+      MutexLock lock(mutex_);
+      stats_ = engine_->Stats();  // before the events: who has seen an end sees its blocks free
+      next = planned_;
+    }
+    DeliverEvents();
+    if (plan == nullptr) {
+      if (!result.has_value()) return;
+      continue;
+    }
+    plans_[next % 2] = *plan;
+    {
+      MutexLock lock(mutex_);
+      ++planned_;
+    }
+    changed_.NotifyAll();
+  }
+}
+
+void Leader::EngineLoop() {
+  std::vector<Message> inbox;
+  for (;;) {
+    const absl::Duration until_deadline = engine_->NextDeadline() - absl::Now();
+    inbox_.DrainFor(std::clamp(until_deadline, absl::ZeroDuration(), kIdleWait), inbox);
+    {
+      MutexLock lock(mutex_);
+      if (stopping_) return;
+    }
+    HandleInbox(inbox);
+    inbox.clear();
+    PlanSteps();
+  }
+}
+
+absl::Status Leader::RunExecutor(Rank& rank) {
+  for (std::uint64_t step = 0;; ++step) {
+    {
+      MutexLock lock(mutex_);
+      while (planned_ == step && !stopping_) changed_.Wait(mutex_);
+      if (stopping_) return absl::OkStatus();
+    }
+    const StepPlan& plan = plans_[step % 2];
+    ASSIGN_OR_RETURN(absl::Span<const std::int32_t> tokens, rank.RunStep(plan));
+    Result& result = results_[step % 2];
+    result.step = plan.step;
+    result.token_ids.assign(tokens.begin(), tokens.end());
+    {
+      MutexLock lock(mutex_);
+      ++executed_;
+    }
+    inbox_.Wake();
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,132 @@
+// weft-worker: one rank of a group, or the supervisor of all the ranks of this host.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "fmt/format.h"
+#include "kernels/device/cpu_target.h"
+#include "server/base/log.h"
+#include "server/base/status_macros.h"
+#include "server/group_flags.h"
+#include "server/grpc_server.h"
+#include "server/options.h"
+#include "server/signals.h"
+#include "server/supervisor.h"
+#include "server/supervisor_link.h"
+#include "worker/rank_process.h"
+
+namespace weft {
+namespace {
+
+struct Flags : GroupFlags {
+  std::optional<std::int32_t> rank;
+  std::optional<std::int32_t> local_ranks;
+  std::string leader_address;
+  std::vector<std::string> listen = {"0.0.0.0:50052"};
+  absl::Duration drain_timeout = absl::Seconds(30);
+
+  void AddTo(OptionParser& parser) {
+    GroupFlags::AddTo(parser);
+    parser.Group("Place in the group");
+    parser.Add("--local-ranks", &local_ranks,
+               "Ranks of this host; without --rank they are started and supervised here; default: "
+               "all of the group",
+               Range(1, 1024));
+    parser.Add("--rank", &rank, "Be this one rank; 0 is the leader", Range(0, 1023));
+    parser.Add("--leader-address", &leader_address, "Where rank 0 listens, for the other ranks");
+    parser.Add("--listen", &listen,
+               "Where the leader listens, comma-separated: host:port or unix-abstract:NAME");
+    parser.Add("--drain-timeout", &drain_timeout,
+               "After SIGTERM, how long running requests may take to finish");
+  }
+};
+
+absl::Status Check(const Flags& flags) {
+  RETURN_IF_ERROR(flags.Check());
+  const std::int32_t tp = flags.tensor_parallel_size;
+  if (flags.rank.has_value() && *flags.rank >= tp) {
+    return absl::InvalidArgumentError(
+        fmt::format("--rank is {}; a group of --tensor-parallel-size {} has ranks 0 to {}",
+                    *flags.rank, tp, tp - 1));
+  }
+  if (flags.rank.value_or(0) > 0 && flags.leader_address.empty()) {
+    return absl::InvalidArgumentError(fmt::format("rank {} needs --leader-address", *flags.rank));
+  }
+  if (!flags.rank.has_value() && flags.local_ranks.value_or(tp) != tp) {
+    return absl::InvalidArgumentError(fmt::format(
+        "--local-ranks is {} and --tensor-parallel-size {}: this host supervises a whole group; "
+        "start the ranks of a group over several hosts one by one, with --rank",
+        *flags.local_ranks, tp));
+  }
+  return absl::OkStatus();
+}
+
+// Starts all ranks of the group as children and keeps them running. They find the leader under an
+// abstract socket name: no port to be stolen between two starts, no file to be left behind.
+int Supervise(const Flags& flags, const OptionParser& parser, TerminationSignals& signals,
+              SupervisorLink& link) {
+  const std::int32_t num_ranks = flags.tensor_parallel_size;
+  const std::string join_address =
+      fmt::format("unix-abstract:weft-join-{}-{:08x}", getpid(), std::random_device{}());
+  const std::vector<std::string> common = GroupFlags::Arguments(parser);
+  GroupSpec group{.name = "group"};
+  for (std::int32_t rank = 0; rank < num_ranks; ++rank) {
+    std::vector<std::string> command = {SiblingProgram("weft-worker")};
+    command.insert(command.end(), common.begin(), common.end());
+    command.push_back(fmt::format("--rank={}", rank));
+    command.push_back(fmt::format("--local-ranks={}", num_ranks));
+    command.push_back(fmt::format("--drain-timeout={}", absl::FormatDuration(flags.drain_timeout)));
+    if (rank == 0) {
+      for (const std::string& address : flags.listen) command.push_back("--listen=" + address);
+      command.push_back("--listen=" + join_address);
+    } else {
+      command.push_back("--leader-address=" + join_address);
+    }
+    group.members.push_back(
+        {.name = fmt::format("rank {}", rank),
+         .command = [command](absl::Span<const ReadyFields>) { return command; }});
+  }
+  group.on_ready = [&link](absl::Span<const ReadyFields> ready) { link.ReportReady(ready[0]); };
+
+  Supervisor supervisor({.stall_timeout = flags.stall_timeout,
+                         .drain_timeout = flags.drain_timeout + absl::Seconds(5)});
+  supervisor.AddGroup(std::move(group));
+  supervisor.StopOnSignal(signals.fd());
+  return supervisor.Run();
+}
+
+int Main(int argc, char** argv) {
+  TerminationSignals signals;
+  SupervisorLink link;
+  Flags flags;
+  OptionParser parser("weft-worker",
+                      "Holds a model and a share of its KV cache; computes for weft-router.");
+  flags.AddTo(parser);
+  if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
+  absl::Status status = Check(flags);
+  if (status.ok()) status = kernels::InitCpuTarget();
+  if (!status.ok()) {
+    std::fprintf(stderr, "weft-worker: %s\n", std::string(status.message()).c_str());
+    return kExitConfigError;
+  }
+  InitLog(flags.rank.has_value() ? fmt::format("rank{}", *flags.rank) : "worker", flags.log_level);
+  InitGrpcLog();
+  if (!flags.rank.has_value()) return Supervise(flags, parser, signals, link);
+  return RunRankProcess({.group = flags,
+                         .rank = *flags.rank,
+                         .local_ranks = flags.local_ranks.value_or(1),
+                         .listen = flags.listen,
+                         .leader_address = flags.leader_address,
+                         .drain_timeout = flags.drain_timeout},
+                        signals, link);
+}
+
+}  // namespace
+}  // namespace weft
+
+int main(int argc, char** argv) { return weft::Main(argc, argv); }

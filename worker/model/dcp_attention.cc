@@ -1,0 +1,164 @@
+#include "worker/model/dcp_attention.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels/lse_merge.h"
+#include "server/base/status_macros.h"
+
+namespace weft {
+namespace {
+
+constexpr float kEmptyLse = -std::numeric_limits<float>::infinity();
+
+}  // namespace
+
+std::optional<DcpExchange> ParseDcpExchange(std::string_view name) {
+  if (name == "ag_rs") return DcpExchange::kAgRs;
+  if (name == "a2a") return DcpExchange::kA2a;
+  return std::nullopt;
+}
+
+std::string_view DcpExchangeName(DcpExchange exchange) {
+  return exchange == DcpExchange::kAgRs ? "ag_rs" : "a2a";
+}
+
+std::int64_t DcpAttention::MaxCollectiveBytes(const ShardLayout& layout, std::int32_t q_dim,
+                                              std::int32_t out_dim, std::int32_t max_rows) {
+  const std::int64_t floats_per_head = std::max(q_dim, out_dim + 1);
+  // The LSE all-gather carries every head's LSE from every rank.
+  const std::int64_t per_row = std::max<std::int64_t>(
+      layout.PaddedQHeads() * floats_per_head,
+      static_cast<std::int64_t>(layout.PaddedQHeads()) * layout.decode_context_parallel_size());
+  return per_row * layout.decode_context_parallel_size() * max_rows * sizeof(float);
+}
+
+absl::StatusOr<DcpAttention> DcpAttention::Create(const ShardLayout& layout, std::int32_t q_dim,
+                                                  std::int32_t out_dim, std::int32_t max_rows,
+                                                  DcpExchange exchange, Communicator& dcp) {
+  DcpAttention a;
+  a.dcp_ = &dcp;
+  a.exchange_ = exchange;
+  a.n_ = layout.decode_context_parallel_size();
+  a.padded_heads_ = layout.PaddedQHeads();
+  a.group_heads_ = layout.GroupQHeads().size();
+  a.q_dim_ = q_dim;
+  a.out_dim_ = out_dim;
+  const std::int32_t first_rank = layout.dcp_group() * a.n_;
+  for (std::int32_t i = 0; i < a.n_; ++i) {
+    a.part_begin_.push_back(layout.QHeads(first_rank + i).begin - layout.GroupQHeads().begin);
+  }
+  a.part_begin_.push_back(a.group_heads_);
+  // Alone, a rank's queries are the group's: no padding, no copies.
+  a.own_stride_ = a.n_ == 1 ? a.group_heads_ : a.padded_heads_;
+
+  const std::int64_t rows = max_rows;
+  const std::int64_t padded = a.padded_heads_;
+  constexpr std::int64_t f = sizeof(float);
+  ASSIGN_OR_RETURN(a.group_q_, kernels::Buffer::Allocate(rows * a.group_heads_ * q_dim * f));
+  ASSIGN_OR_RETURN(a.partial_, kernels::Buffer::Allocate(rows * a.group_heads_ * out_dim * f));
+  ASSIGN_OR_RETURN(a.partial_lse_, kernels::Buffer::Allocate(rows * a.group_heads_ * f));
+  if (a.n_ == 1) return a;
+  const std::int64_t all_lse = rows * padded * a.n_ * a.n_ * f;
+  const std::int64_t packed = a.n_ * rows * padded * (out_dim + 1) * f;
+  ASSIGN_OR_RETURN(a.gathered_q_, kernels::Buffer::Allocate(a.n_ * rows * padded * q_dim * f));
+  ASSIGN_OR_RETURN(a.send_, kernels::Buffer::Allocate(packed));
+  ASSIGN_OR_RETURN(a.receive_, kernels::Buffer::Allocate(std::max(packed, all_lse)));
+  ASSIGN_OR_RETURN(a.merged_, kernels::Buffer::Allocate(rows * padded * out_dim * f));
+  return a;
+}
+
+std::int64_t DcpAttention::workspace_bytes() const {
+  std::int64_t bytes = 0;
+  for (const kernels::Buffer* buffer :
+       {&gathered_q_, &group_q_, &partial_, &partial_lse_, &send_, &receive_, &merged_}) {
+    bytes += buffer->size_bytes();
+  }
+  return bytes;
+}
+
+kernels::HeadExchangeParams DcpAttention::Exchange(std::int32_t num_rows, std::int32_t head_dim,
+                                                   std::int64_t part_stride) const {
+  return {.part_begin = part_begin_.data(),
+          .num_parts = n_,
+          .num_rows = num_rows,
+          .padded_heads = padded_heads_,
+          .head_dim = head_dim,
+          .part_stride = part_stride};
+}
+
+float* DcpAttention::OwnQueries(std::int32_t num_rows) const {
+  if (n_ == 1) return group_q_.as<float>();
+  return gathered_q_.as<float>() +
+         static_cast<std::int64_t>(dcp_->rank()) * num_rows * padded_heads_ * q_dim_;
+}
+
+absl::StatusOr<const float*> DcpAttention::GatherQueries(std::int32_t num_rows,
+                                                         kernels::Stream& stream) {
+  if (n_ == 1) return group_q_.as<float>();
+  const std::int64_t part = static_cast<std::int64_t>(num_rows) * padded_heads_ * q_dim_;
+  float* all = gathered_q_.as<float>();
+  RETURN_IF_ERROR(dcp_->AllGather(all + dcp_->rank() * part, all,
+                                  part * static_cast<std::int64_t>(sizeof(float)), stream));
+  RETURN_IF_ERROR(
+      kernels::UnpackHeads(Exchange(num_rows, q_dim_, part), all, group_q_.as<float>(), stream));
+  return group_q_.as<float>();
+}
+
+absl::StatusOr<const float*> DcpAttention::Merge(std::int32_t num_rows, kernels::Stream& stream) {
+  if (n_ == 1) return partial_.as<float>();
+  return exchange_ == DcpExchange::kAgRs ? MergeAgRs(num_rows, stream) : MergeA2a(num_rows, stream);
+}
+
+absl::StatusOr<const float*> DcpAttention::MergeAgRs(std::int32_t num_rows,
+                                                     kernels::Stream& stream) {
+  const std::int64_t heads = static_cast<std::int64_t>(num_rows) * padded_heads_;  // of one part
+  float* outputs = send_.as<float>();     // [N, rows, padded, out_dim]
+  float* all_lse = receive_.as<float>();  // [N from, N heads of, rows, padded]
+  float* own_lse = all_lse + dcp_->rank() * n_ * heads;
+  RETURN_IF_ERROR(kernels::PackHeads(Exchange(num_rows, out_dim_, heads * out_dim_),
+                                     PartialOutput(), 0.0f, outputs, stream));
+  RETURN_IF_ERROR(
+      kernels::PackHeads(Exchange(num_rows, 1, heads), PartialLse(), kEmptyLse, own_lse, stream));
+  RETURN_IF_ERROR(dcp_->AllGather(own_lse, all_lse,
+                                  n_ * heads * static_cast<std::int64_t>(sizeof(float)), stream));
+  RETURN_IF_ERROR(kernels::LseScale({.out = outputs,
+                                     .lse = all_lse,
+                                     .num_parts = n_,
+                                     .part = dcp_->rank(),
+                                     .num_rows = n_ * num_rows,
+                                     .num_heads = padded_heads_,
+                                     .head_dim = out_dim_},
+                                    stream));
+  RETURN_IF_ERROR(dcp_->ReduceScatterSum(outputs, merged_.as<float>(), heads * out_dim_,
+                                         DType::kFloat32, stream));
+  return merged_.as<float>();
+}
+
+absl::StatusOr<const float*> DcpAttention::MergeA2a(std::int32_t num_rows,
+                                                    kernels::Stream& stream) {
+  const std::int64_t heads = static_cast<std::int64_t>(num_rows) * padded_heads_;
+  const std::int64_t part = heads * (out_dim_ + 1);  // a part's outputs, then its LSEs
+  float* send = send_.as<float>();
+  float* receive = receive_.as<float>();
+  RETURN_IF_ERROR(
+      kernels::PackHeads(Exchange(num_rows, out_dim_, part), PartialOutput(), 0.0f, send, stream));
+  RETURN_IF_ERROR(kernels::PackHeads(Exchange(num_rows, 1, part), PartialLse(), kEmptyLse,
+                                     send + heads * out_dim_, stream));
+  RETURN_IF_ERROR(
+      dcp_->AllToAll(send, receive, part * static_cast<std::int64_t>(sizeof(float)), stream));
+  RETURN_IF_ERROR(kernels::LseMerge({.parts = receive,
+                                     .lse = receive + heads * out_dim_,
+                                     .part_stride = part,
+                                     .lse_stride = part,
+                                     .out = merged_.as<float>(),
+                                     .merged_lse = nullptr,
+                                     .num_parts = n_,
+                                     .num_rows = num_rows,
+                                     .num_heads = padded_heads_,
+                                     .head_dim = out_dim_},
+                                    stream));
+  return merged_.as<float>();
+}
+
+}  // namespace weft

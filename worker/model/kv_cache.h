@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "kernels/device/buffer.h"
+#include "kernels/dtype.h"
+
+namespace weft {
+
+// Shape of what one rank stores per layer.
+struct KvCacheShape {
+  std::int32_t num_layers = 0;
+  std::int32_t num_kv_heads = 0;  // that this rank holds
+  std::int32_t head_dim = 0;
+  std::int32_t block_tokens_per_rank = 0;  // B
+  DType dtype = DType::kFloat32;
+
+  // K and V of one token this rank owns, all layers.
+  std::int64_t BytesPerLocalToken() const {
+    return 2LL * num_layers * num_kv_heads * head_dim * DTypeBytes(dtype);
+  }
+  std::int64_t BytesPerBlock() const { return BytesPerLocalToken() * block_tokens_per_rank; }
+};
+
+// This rank's share of the group's KV: `num_blocks` blocks per layer for K and for V, laid out as
+// kernels/attention.h says. Zeroed at start, so that memory is there before the first request.
+class KvCache {
+ public:
+  // RESOURCE_EXHAUSTED with the size when the memory cannot be had.
+  static absl::StatusOr<KvCache> Create(const KvCacheShape& shape, std::int32_t num_blocks);
+
+  const KvCacheShape& shape() const { return shape_; }
+  std::int32_t num_blocks() const { return num_blocks_; }
+  std::int64_t size_bytes() const { return buffer_.size_bytes(); }
+  void* k_blocks(std::int32_t layer) const { return At(2 * layer); }
+  void* v_blocks(std::int32_t layer) const { return At(2 * layer + 1); }
+
+ private:
+  void* At(std::int32_t plane) const { return buffer_.data() + plane * plane_bytes_; }
+
+  KvCacheShape shape_;
+  std::int32_t num_blocks_ = 0;
+  std::int64_t plane_bytes_ = 0;
+  kernels::Buffer buffer_;
+};
+
+}  // namespace weft

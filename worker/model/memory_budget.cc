@@ -1,0 +1,50 @@
+#include "worker/model/memory_budget.h"
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <string>
+
+namespace weft {
+namespace {
+
+// The number in a one-line file; nothing for "max", an absent file or anything else.
+bool ReadNumber(const char* path, std::int64_t& value) {
+  std::ifstream file(path);
+  return static_cast<bool>(file >> value);
+}
+
+std::int64_t MemAvailableBytes() {
+  std::ifstream file("/proc/meminfo");
+  std::string key;
+  std::int64_t kib = 0;
+  std::string unit;
+  while (file >> key >> kib) {
+    if (key == "MemAvailable:") return kib * 1024;
+    std::getline(file, unit);
+  }
+  return std::numeric_limits<std::int64_t>::max();
+}
+
+}  // namespace
+
+std::int64_t AvailableMemoryBytes() {
+  std::int64_t available = MemAvailableBytes();
+  struct Files {
+    const char* limit;
+    const char* usage;
+  };
+  constexpr Files kCgroups[] = {{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"},
+                                {"/sys/fs/cgroup/memory/memory.limit_in_bytes",
+                                 "/sys/fs/cgroup/memory/memory.usage_in_bytes"}};
+  for (const Files& files : kCgroups) {
+    std::int64_t limit = 0;
+    std::int64_t usage = 0;
+    if (ReadNumber(files.limit, limit) && ReadNumber(files.usage, usage)) {
+      available = std::min(available, std::max<std::int64_t>(0, limit - usage));
+    }
+  }
+  return available;
+}
+
+}  // namespace weft

@@ -1,0 +1,144 @@
+#include "worker/model/rank_model.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "fmt/format.h"
+#include "server/base/status_macros.h"
+#include "worker/engine/step_plan.h"
+#include "worker/model/checkpoint_check.h"
+#include "worker/model/memory_budget.h"
+#include "worker/model/safetensors.h"
+
+namespace weft {
+namespace {
+
+constexpr std::int64_t kDefaultKvBytes = std::int64_t{2} << 30;
+// What a rank needs beside weights and KV, for the default budget only; start-up prints the real
+// one.
+constexpr std::int64_t kWorkspaceAllowanceBytes = std::int64_t{256} << 20;
+
+std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+absl::StatusOr<std::int32_t> BlocksThatFit(const RankModelOptions& options,
+                                           const ModelConfig& config, const ShardLayout& layout,
+                                           const KvCacheShape& shape, std::int64_t weight_bytes) {
+  if (options.num_blocks.has_value()) return *options.num_blocks;
+  const std::int64_t block_bytes = shape.BytesPerBlock();
+  const std::int64_t max_model_len = options.max_model_len.value_or(config.max_position_embeddings);
+  const std::int64_t blocks_of_all =
+      options.max_num_seqs * CeilDiv(max_model_len, layout.block_size());
+  std::int64_t budget = 0;
+  if (options.kv_cache_memory_bytes.has_value()) {
+    budget = *options.kv_cache_memory_bytes;
+  } else {
+    const std::int64_t share = AvailableMemoryBytes() / 10 * 6 / options.local_ranks;
+    budget = std::min({kDefaultKvBytes, blocks_of_all * block_bytes,
+                       share - weight_bytes - kWorkspaceAllowanceBytes});
+  }
+  const std::int64_t blocks = std::min<std::int64_t>(budget / block_bytes, 1 << 30);
+  if (blocks < 1) {
+    return absl::InvalidArgumentError(fmt::format(
+        "the KV budget of rank {} is {} bytes, less than one block of {} bytes ({} of its tokens); "
+        "give --kv-cache-memory-bytes at least that, or a smaller --block-size",
+        options.rank, budget, block_bytes, layout.block_tokens_per_rank()));
+  }
+  return static_cast<std::int32_t>(blocks);
+}
+
+}  // namespace
+
+absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kernels::Stream& stream,
+                                          const std::function<void(int done, int of)>& on_layer) {
+  ASSIGN_OR_RETURN(ModelConfig config, LoadModelConfig(options.model_dir));
+  ASSIGN_OR_RETURN(ShardLayout layout, ShardLayout::Create(options.layout,
+                                                           {.num_q_heads = config.num_q_heads,
+                                                            .num_kv_heads = config.num_kv_heads},
+                                                           options.rank));
+  if (options.max_model_len.has_value() &&
+      *options.max_model_len > config.max_position_embeddings) {
+    return absl::InvalidArgumentError(
+        fmt::format("--max-model-len is {}; this model has positions for at most {}",
+                    *options.max_model_len, config.max_position_embeddings));
+  }
+  ASSIGN_OR_RETURN(std::unique_ptr<Checkpoint> checkpoint, Checkpoint::Open(options.model_dir));
+  RETURN_IF_ERROR(CheckLlamaTensors(config, *checkpoint));
+
+  const DType dtype = options.dtype.value_or(config.dtype);
+  const DType kv_dtype =
+      options.kv_cache_dtype.value_or(dtype == DType::kFloat32 ? DType::kFloat32 : DType::kFloat16);
+  const KvCacheShape shape{.num_layers = config.num_layers,
+                           .num_kv_heads = layout.GroupKvHeads().size(),
+                           .head_dim = config.head_dim,
+                           .block_tokens_per_rank = layout.block_tokens_per_rank(),
+                           .dtype = kv_dtype};
+  const int num_layers = config.num_layers;
+  ASSIGN_OR_RETURN(DecoderWeights weights,
+                   LoadDecoderWeights(config, *checkpoint, layout, dtype, stream,
+                                      [&](int done) { on_layer(done, num_layers); }));
+  ASSIGN_OR_RETURN(std::int32_t num_blocks,
+                   BlocksThatFit(options, config, layout, shape, weights.SizeBytes()));
+  return RankModel{.config = std::move(config),
+                   .layout = layout,
+                   .weights = std::move(weights),
+                   .dtype = dtype,
+                   .kv_shape = shape,
+                   .num_blocks = num_blocks,
+                   .fingerprint = checkpoint->fingerprint()};
+}
+
+absl::StatusOr<std::int64_t> RankModel::ResolveMaxModelLen(std::optional<std::int64_t> asked,
+                                                           std::int32_t group_blocks) const {
+  const std::int64_t capacity = static_cast<std::int64_t>(group_blocks) * layout.block_size();
+  if (!asked.has_value()) return std::min(config.max_position_embeddings, capacity);
+  if (*asked > capacity) {
+    return absl::InvalidArgumentError(fmt::format(
+        "--max-model-len is {}, but the KV cache holds {} tokens ({} blocks of {}); give at most "
+        "that, 'auto', or a larger --kv-cache-memory-bytes (one rank stores {} bytes per block)",
+        *asked, capacity, group_blocks, layout.block_size(), kv_shape.BytesPerBlock()));
+  }
+  return *asked;
+}
+
+std::string RankModel::Agreement(const RankModelOptions& options) const {
+  return fmt::format(
+      "plan version {}, architecture {}, checkpoint {:016x}, tensor_parallel_size {}, "
+      "decode_context_parallel_size {}, block_size {}, cp_kv_cache_interleave_size {}, dtype {}, "
+      "kv_cache_dtype {}, dcp_comm_backend {}, max_num_seqs {}, max_num_batched_tokens {}",
+      kPlanVersion, config.architecture, fingerprint, layout.tensor_parallel_size(),
+      layout.decode_context_parallel_size(), layout.block_size(), layout.interleave(),
+      DTypeName(dtype), DTypeName(kv_shape.dtype), DcpExchangeName(options.exchange),
+      options.max_num_seqs, options.max_num_batched_tokens);
+}
+
+std::string RankModel::Summary(std::int32_t group_blocks, std::int64_t max_model_len) const {
+  const std::int32_t n = layout.decode_context_parallel_size();
+  const std::int64_t capacity = static_cast<std::int64_t>(group_blocks) * layout.block_size();
+  std::string text = fmt::format(
+      "layout: tensor_parallel_size {} x decode_context_parallel_size {}, block_size {} "
+      "({} tokens a rank), cp_kv_cache_interleave_size {}\n"
+      "kv cache: {} bytes per token per rank ({} stored for {:.2f} copies of each entry over the "
+      "group), {}\n"
+      "kv capacity: {} blocks = {} tokens, {:.1f} sequences of max_model_len {}\n",
+      layout.tensor_parallel_size(), n, layout.block_size(), layout.block_tokens_per_rank(),
+      layout.interleave(), kv_shape.BytesPerLocalToken() / n, kv_shape.BytesPerLocalToken(),
+      layout.KvCopies(), DTypeName(kv_shape.dtype), group_blocks, capacity,
+      static_cast<double>(capacity) / static_cast<double>(max_model_len), max_model_len);
+  // Copies that tensor parallelism alone would leave are what DCP removes.
+  const std::int32_t most_useful =
+      std::max(1, layout.tensor_parallel_size() / std::max(1, config.num_kv_heads));
+  if (n > most_useful) {
+    text += fmt::format(
+        "note: with {} KV heads a decode_context_parallel_size above {} evens the shards out but "
+        "removes no copy\n",
+        config.num_kv_heads, most_useful);
+  } else if (n < most_useful) {
+    text += fmt::format(
+        "note: each entry is stored {:.2f} times; decode_context_parallel_size up to {} removes "
+        "copies\n",
+        layout.KvCopies(), most_useful);
+  }
+  return text;
+}
+
+}  // namespace weft

@@ -1,0 +1,116 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/device/buffer.h"
+#include "kernels/device/stream.h"
+#include "kernels/gumbel_argmax.h"
+#include "worker/engine/step_plan.h"
+#include "worker/group/communicator.h"
+#include "worker/model/decoder_weights.h"
+#include "worker/model/gqa_layer.h"
+#include "worker/model/kv_cache.h"
+#include "worker/model/model_config.h"
+#include "worker/model/sampler.h"
+#include "worker/model/shard_layout.h"
+#include "worker/model/step_rows.h"
+
+namespace weft {
+
+struct RunnerOptions {
+  std::int32_t max_num_seqs = 64;             // slots, and sampled rows of a step
+  std::int32_t max_num_batched_tokens = 256;  // rows of a step
+  std::int64_t max_model_len = 0;
+  DcpExchange exchange = DcpExchange::kAgRs;
+  // Bring every sampled row's logits to the leader, for tests against reference logits.
+  bool gather_all_logits = false;
+};
+
+// Executes plans on one rank: embed, layers, logits of the sampled rows, the next tokens. All
+// ranks of the group run the same plan; they meet in the collectives of `world` (all T ranks) and
+// `dcp` (this rank's DCP group).
+//
+// Allocates nothing after Create(). Threading: the rank's executor thread.
+class RankRunner {
+ public:
+  // What the communicators and the runner together need beyond weights and KV.
+  static std::int64_t MaxCollectiveBytes(const ModelConfig& config, const ShardLayout& layout,
+                                         const RunnerOptions& options);
+
+  // All references outlive the runner.
+  static absl::StatusOr<std::unique_ptr<RankRunner>> Create(
+      const ModelConfig& config, const ShardLayout& layout, const DecoderWeights& weights,
+      KvCache& cache, Communicator& world, Communicator& dcp, const RunnerOptions& options,
+      kernels::Stream& stream);
+
+  // Runs one step. `previous_tokens` are the previous step's sampled tokens, for rows that refer
+  // to them. On rank 0 the result is the sampled tokens in the plan's order (-1: the model's output
+  // was not a number), valid until the next call; empty on the other ranks. Errors are those of
+  // the collectives and end the group.
+  absl::StatusOr<absl::Span<const std::int32_t>> Execute(
+      const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
+
+  // With gather_all_logits, on rank 0: the logits of sampled row `index` of the last step.
+  absl::Span<const float> Logits(std::int32_t index) const;
+
+  std::int64_t workspace_bytes() const;
+  // Grows while a step runs: once a layer.
+  const std::atomic<std::uint64_t>& progress() const { return progress_; }
+
+ private:
+  RankRunner(const ModelConfig& config, const ShardLayout& layout, const DecoderWeights& weights,
+             Communicator& world, const RunnerOptions& options, kernels::Stream& stream,
+             GqaLayer attention);
+
+  absl::Status AllocateWorkspace();
+  void PrepareStep(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
+  absl::Status RunLayers();
+  absl::Status RunMlp(const DecoderLayerWeights& weights);
+  absl::Status ComputeLogits();
+  absl::Status SampleRows(const StepPlan& plan);
+  absl::Status GatherWholeRows();
+  absl::Status CheckPlanIsEverywhere(const StepPlan& plan);
+
+  const ModelConfig& config_;
+  const ShardLayout layout_;
+  const DecoderWeights& weights_;
+  Communicator& world_;
+  const RunnerOptions options_;
+  kernels::Stream& stream_;
+  const RopeFrequencies rope_;
+  const IndexRange vocab_;           // this rank's slice
+  const std::int32_t padded_vocab_;  // ceil(vocab_size / T): a rank's part of a whole row
+  GqaLayer attention_;
+  SlotTable slots_;
+  StepRows rows_;
+  Sampler sampler_;
+  std::atomic<std::uint64_t> progress_{0};
+
+  std::vector<std::int32_t> token_ids_;  // [rows]
+  kernels::Buffer x_;                    // [rows, hidden]
+  kernels::Buffer normed_;               // [rows, hidden]
+  kernels::Buffer gate_up_;              // [rows, 2 * own intermediate]
+  kernels::Buffer activated_;            // [rows, own intermediate]
+  kernels::Buffer rope_tables_;  // cos, sin, owned cos, owned sin: [rows, head_dim / 2] each
+  kernels::Buffer logits_;       // [sampled, padded_vocab]
+  kernels::Buffer whole_send_;   // [whole rows, padded_vocab]
+  kernels::Buffer whole_rows_;   // leader: [T, whole rows, padded_vocab]
+  kernels::Buffer whole_row_;    // leader: [whole rows, vocab]
+
+  // Per sampled row.
+  std::vector<float> temperature_;
+  std::vector<std::uint64_t> seed_;
+  std::vector<std::int64_t> sample_position_;
+  std::vector<kernels::ArgmaxResult> best_;      // own candidates
+  std::vector<kernels::ArgmaxResult> all_best_;  // leader: [T, sampled]
+  std::vector<std::int32_t> whole_index_;        // which sampled rows are gathered whole
+  std::vector<const SamplingParams*> sampling_;
+  std::vector<std::int32_t> sampled_tokens_;
+};
+
+}  // namespace weft

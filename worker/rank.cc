@@ -1,0 +1,206 @@
+#include "worker/rank.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "fmt/format.h"
+#include "server/base/check.h"
+#include "server/base/status_macros.h"
+
+namespace weft {
+namespace {
+
+PlanLimits LimitsOf(const RankModel& model, const GroupAgreement& agreement,
+                    const RankOptions& options) {
+  const std::int32_t v = model.layout.block_size();
+  return {.max_num_seqs = options.max_num_seqs,
+          .max_num_batched_tokens = options.max_num_batched_tokens,
+          .max_blocks_per_seq = static_cast<std::int32_t>((agreement.max_model_len + v - 1) / v),
+          .num_blocks = agreement.num_blocks,
+          .vocab_size = model.config.vocab_size,
+          .max_model_len = agreement.max_model_len};
+}
+
+RunnerOptions RunnerOptionsOf(const GroupAgreement& agreement, const RankOptions& options) {
+  return {.max_num_seqs = options.max_num_seqs,
+          .max_num_batched_tokens = options.max_num_batched_tokens,
+          .max_model_len = agreement.max_model_len,
+          .exchange = options.exchange,
+          .gather_all_logits = options.gather_all_logits};
+}
+
+}  // namespace
+
+bool Progress::MovedOrIdle() {
+  const bool busy = busy_.load(std::memory_order_relaxed);
+  const std::uint64_t now = ticks_.load(std::memory_order_relaxed) + steps();
+  const bool moved = now != seen_;
+  seen_ = now;
+  return moved || !busy;
+}
+
+Rank::Rank(const RankModel& model, const GroupAgreement& agreement, const RankOptions& options,
+           Fabric& fabric, Progress& progress)
+    : model_(model),
+      agreement_(agreement),
+      options_(options),
+      fabric_(fabric),
+      progress_(progress),
+      limits_(LimitsOf(model, agreement, options)) {
+  previous_tokens_.reserve(options.max_num_seqs);
+}
+
+absl::StatusOr<std::unique_ptr<Rank>> Rank::Start(const RankModel& model,
+                                                  const GroupAgreement& agreement,
+                                                  const RankOptions& options, Fabric& fabric,
+                                                  kernels::Stream& stream, Progress& progress) {
+  std::unique_ptr<Rank> rank(new Rank(model, agreement, options, fabric, progress));
+  RETURN_IF_ERROR(rank->Connect());
+  ASSIGN_OR_RETURN(rank->cache_, KvCache::Create(model.kv_shape, agreement.num_blocks));
+  ASSIGN_OR_RETURN(rank->runner_, RankRunner::Create(model.config, model.layout, model.weights,
+                                                     rank->cache_, *rank->world_, *rank->dcp_,
+                                                     RunnerOptionsOf(agreement, options), stream));
+  RETURN_IF_ERROR(rank->MeetOthers(stream));
+  return rank;
+}
+
+absl::Status Rank::Connect() {
+  const ShardLayout& layout = model_.layout;
+  const std::int32_t tp = layout.tensor_parallel_size();
+  if (tp > 1) {
+    fabric_.Receive(Channel::kPlan, [this](std::uint32_t from, absl::Span<const std::byte> bytes) {
+      if (from != 0 || received_ - taken_ == kInboxSlots) {
+        inbox_status_ = absl::InternalError(
+            fmt::format("unexpected plan from rank {} ({} wait)", from, received_ - taken_));
+        return;
+      }
+      inbox_[received_++ % kInboxSlots].assign(bytes.begin(), bytes.end());
+    });
+  }
+  std::vector<std::uint32_t> tags;
+  for (std::int32_t r = 0; r < tp; ++r) {
+    tags.push_back(static_cast<std::uint32_t>(r));
+    peers_.push_back({});
+    if (r == layout.rank()) continue;
+    ASSIGN_OR_RETURN(peers_.back(), fabric_.Connect(agreement_.fabric_addresses[r],
+                                                    static_cast<std::uint32_t>(layout.rank())));
+  }
+
+  const std::shared_ptr<CollectiveMux> mux = tp > 1 ? MakeCollectiveMux(fabric_) : nullptr;
+  const std::int64_t max_bytes =
+      RankRunner::MaxCollectiveBytes(model_.config, layout, RunnerOptionsOf(agreement_, options_));
+  const auto make = [&](std::uint32_t id, std::int32_t first,
+                        std::int32_t count) -> std::unique_ptr<Communicator> {
+    if (count == 1) return MakeSelfCommunicator();
+    return MakeFabricCommunicator(mux, layout.rank() - first,
+                                  absl::MakeSpan(peers_).subspan(first, count),
+                                  absl::MakeSpan(tags).subspan(first, count),
+                                  {.id = id,
+                                   .max_bytes = max_bytes,
+                                   .stall_timeout = options_.stall_timeout,
+                                   .progress = &progress_.ticks()});
+  };
+  const std::int32_t dcp = layout.decode_context_parallel_size();
+  world_ = make(0, 0, tp);
+  dcp_ = make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp);
+  return absl::OkStatus();
+}
+
+absl::Status Rank::MeetOthers(kernels::Stream& stream) {
+  struct Entry {
+    std::uint64_t fingerprint;
+    std::int64_t max_model_len;
+    std::int64_t num_blocks;
+  };
+  const Entry own{model_.fingerprint, agreement_.max_model_len, agreement_.num_blocks};
+  std::vector<Entry> all(world_->size());
+  progress_.BeginStep();
+  RETURN_IF_ERROR(world_->AllGather(&own, all.data(), sizeof(own), stream));
+  EndStep();
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].fingerprint == own.fingerprint && all[r].max_model_len == own.max_model_len &&
+        all[r].num_blocks == own.num_blocks) {
+      continue;
+    }
+    return absl::FailedPreconditionError(fmt::format(
+        "rank {} has checkpoint {:016x}, max_model_len {}, {} blocks; rank {} has {:016x}, {}, {}",
+        r, all[r].fingerprint, all[r].max_model_len, all[r].num_blocks, model_.layout.rank(),
+        own.fingerprint, own.max_model_len, own.num_blocks));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Rank::SendPlan(const StepPlan& plan) {
+  if (world_->size() == 1) return absl::OkStatus();
+  // The previous step's collectives have ended on every rank, so its plan has long arrived; its
+  // completions may still wait to be seen.
+  const absl::Time deadline = absl::Now() + options_.stall_timeout;
+  while (sends_in_flight_ > 0 && !fabric_.Progress()) {
+    fabric_.Wait(absl::Milliseconds(10));
+    if (absl::Now() > deadline) {
+      return absl::UnavailableError(fmt::format("a follower took no plan for {}",
+                                                absl::FormatDuration(options_.stall_timeout)));
+    }
+  }
+  RETURN_IF_ERROR(send_status_);
+  EncodeStep(previous_tokens_, plan, message_);
+  const absl::Span<const std::byte> bytes(message_);
+  for (std::int32_t r = 1; r < world_->size(); ++r) {
+    ++sends_in_flight_;
+    RETURN_IF_ERROR(
+        fabric_.Send(peers_[r], Channel::kPlan, {bytes}, [this](const absl::Status& status) {
+          --sends_in_flight_;
+          send_status_.Update(status);
+        }));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<absl::Span<const std::int32_t>> Rank::RunStep(const StepPlan& plan) {
+  progress_.BeginStep();
+  RETURN_IF_ERROR(SendPlan(plan));
+  ASSIGN_OR_RETURN(absl::Span<const std::int32_t> tokens, runner_->Execute(plan, previous_tokens_));
+  previous_tokens_.assign(tokens.begin(), tokens.end());
+  EndStep();
+  return absl::MakeConstSpan(previous_tokens_);
+}
+
+absl::Status Rank::RunMessage(absl::Span<const std::byte> message) {
+  RETURN_IF_ERROR(DecodeStep(message, limits_, previous_tokens_, plan_));
+  return runner_->Execute(plan_, previous_tokens_).status();
+}
+
+absl::Status Rank::Follow(const std::atomic<bool>& stop) {
+  while (!stop.load(std::memory_order_relaxed)) {
+    if (received_ == taken_) {
+      RETURN_IF_ERROR(inbox_status_);
+      if (!fabric_.Progress()) fabric_.Wait(absl::Seconds(1));
+      continue;
+    }
+    progress_.BeginStep();
+    RETURN_IF_ERROR(RunMessage(inbox_[taken_ % kInboxSlots]));
+    ++taken_;
+    EndStep();
+  }
+  return absl::OkStatus();
+}
+
+void Rank::Abort() {
+  world_->Abort();
+  dcp_->Abort();
+  fabric_.Wake();
+}
+
+void Rank::EndStep() {
+  progress_.EndStep();
+  MutexLock lock(counters_mutex_);
+  counters_ = fabric_.Counters();
+}
+
+FabricCounters Rank::fabric_counters() const {
+  MutexLock lock(counters_mutex_);
+  return counters_;
+}
+
+}  // namespace weft

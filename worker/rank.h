@@ -1,0 +1,131 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "server/base/mutex.h"
+#include "worker/engine/step_plan.h"
+#include "worker/group/communicator.h"
+#include "worker/group/fabric.h"
+#include "worker/model/kv_cache.h"
+#include "worker/model/rank_model.h"
+#include "worker/model/rank_runner.h"
+
+namespace weft {
+
+// What the join has settled for all ranks of a group.
+struct GroupAgreement {
+  std::vector<std::string> fabric_addresses;  // [T]
+  std::int32_t num_blocks = 0;
+  std::int64_t max_model_len = 0;
+};
+
+// Whether a rank moves on. Written by its executor, read by anyone.
+class Progress {
+ public:
+  void BeginStep() { busy_.store(true, std::memory_order_relaxed); }
+  void EndStep() {
+    steps_.fetch_add(1, std::memory_order_relaxed);
+    busy_.store(false, std::memory_order_relaxed);
+  }
+  std::atomic<std::uint64_t>& ticks() { return ticks_; }
+  std::uint64_t steps() const { return steps_.load(std::memory_order_relaxed); }
+
+  // For the supervisor's health check: true when idle, or when something has happened since the
+  // last call. One caller.
+  bool MovedOrIdle();
+
+ private:
+  std::atomic<bool> busy_{false};
+  std::atomic<std::uint64_t> steps_{0};
+  std::atomic<std::uint64_t> ticks_{0};  // collectives and layers
+  std::uint64_t seen_ = 0;
+};
+
+struct RankOptions {
+  std::int32_t max_num_seqs = 64;
+  std::int32_t max_num_batched_tokens = 256;
+  DcpExchange exchange = DcpExchange::kAgRs;
+  absl::Duration stall_timeout = absl::Seconds(3);
+  bool gather_all_logits = false;  // see RunnerOptions
+};
+
+// One rank at work: connected to the others, with KV and a runner. The leader (rank 0) runs plans
+// given to RunStep(), which sends them to the followers; those sit in Follow().
+//
+// Threading: the thread that uses `fabric` (the executor); Abort() from any thread.
+class Rank {
+ public:
+  // Connects to all ranks, allocates KV and workspace, and meets the others in one collective that
+  // compares the agreement. All references outlive the rank. Errors: those of the fabric,
+  // RESOURCE_EXHAUSTED for memory, FAILED_PRECONDITION when the ranks do not agree.
+  static absl::StatusOr<std::unique_ptr<Rank>> Start(const RankModel& model,
+                                                     const GroupAgreement& agreement,
+                                                     const RankOptions& options, Fabric& fabric,
+                                                     kernels::Stream& stream, Progress& progress);
+
+  // Leader: runs one step on all ranks. The result is its sampled tokens, valid until the next
+  // call. An error ends the group.
+  absl::StatusOr<absl::Span<const std::int32_t>> RunStep(const StepPlan& plan);
+
+  // Follower: runs plans as they come, until `stop` is true (OK) or an error that ends the group.
+  absl::Status Follow(const std::atomic<bool>& stop);
+
+  // Makes whatever runs return ABORTED.
+  void Abort();
+
+  const RankRunner& runner() const { return *runner_; }
+  std::int64_t kv_bytes() const { return cache_.size_bytes(); }
+  std::int64_t workspace_bytes() const { return runner_->workspace_bytes() + collective_bytes_; }
+  // As of the end of the last step. Any thread.
+  FabricCounters fabric_counters() const;
+
+ private:
+  Rank(const RankModel& model, const GroupAgreement& agreement, const RankOptions& options,
+       Fabric& fabric, Progress& progress);
+
+  absl::Status Connect();
+  absl::Status MeetOthers(kernels::Stream& stream);
+  absl::Status SendPlan(const StepPlan& plan);
+  // Decodes the message in `inbox_` and runs it.
+  absl::Status RunMessage(absl::Span<const std::byte> message);
+  void EndStep();
+
+  const RankModel& model_;
+  const GroupAgreement agreement_;
+  const RankOptions options_;
+  Fabric& fabric_;
+  Progress& progress_;
+  const PlanLimits limits_;
+  std::vector<PeerId> peers_;  // [T]; own entry unused
+  std::unique_ptr<Communicator> world_;
+  std::unique_ptr<Communicator> dcp_;
+  std::int64_t collective_bytes_ = 0;  // staging of the communicators
+  KvCache cache_;
+  std::unique_ptr<RankRunner> runner_;
+
+  std::vector<std::int32_t> previous_tokens_;
+  std::vector<std::byte> message_;  // leader: the plan being sent
+  int sends_in_flight_ = 0;         // of message_
+  absl::Status send_status_;
+
+  // Follower: plans that have arrived and wait; at most two are ever on their way.
+  static constexpr int kInboxSlots = 4;
+  std::vector<std::byte> inbox_[kInboxSlots];
+  std::uint64_t received_ = 0;
+  std::uint64_t taken_ = 0;
+  absl::Status inbox_status_;
+
+  mutable Mutex counters_mutex_;
+  FabricCounters counters_ ABSL_GUARDED_BY(counters_mutex_);
+  StepPlan plan_;
+};
+
+}  // namespace weft

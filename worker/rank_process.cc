@@ -1,0 +1,421 @@
+#include "worker/rank_process.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "fmt/format.h"
+#include "grpcpp/channel.h"
+#include "grpcpp/client_context.h"
+#include "kernels/device/cpu_target.h"
+#include "server/base/log.h"
+#include "server/base/status_macros.h"
+#include "server/grpc_server.h"
+#include "server/grpc_status.h"
+#include "worker/leader.h"
+#include "worker/rank.h"
+#include "worker/worker_service.h"
+
+namespace weft {
+namespace {
+
+// Errors of the group are not the user's; everything else that stops a start is.
+bool IsGroupError(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsAborted(status) || absl::IsInternal(status) ||
+         absl::IsDeadlineExceeded(status);
+}
+
+// The last words of this process: one line, then the exit code.
+int Fail(const RankProcessOptions& options, const absl::Status& status) {
+  std::fprintf(stderr, "weft-worker: rank %d: %s\n", options.rank,
+               std::string(status.message()).c_str());
+  return IsGroupError(status) ? kExitGroupLost : kExitConfigError;
+}
+
+// Ends the process at once: the group is lost, whatever the other threads are doing.
+[[noreturn]] void ExitGroupLost(std::int32_t rank, const std::string& why) {
+  std::fprintf(stderr, "weft-worker: rank %d: the group is lost: %s\n", rank, why.c_str());
+  std::_Exit(kExitGroupLost);
+}
+
+int AllowedCpus() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+  return CPU_COUNT(&set);
+}
+
+RankModelOptions ModelOptionsOf(const RankProcessOptions& options) {
+  const GroupFlags& flags = options.group;
+  return {.model_dir = flags.model,
+          .layout = {.tensor_parallel_size = flags.tensor_parallel_size,
+                     .decode_context_parallel_size = flags.decode_context_parallel_size,
+                     .block_size = flags.block_size,
+                     .interleave = flags.cp_kv_cache_interleave_size},
+          .rank = options.rank,
+          .dtype = ParseDType(flags.dtype),
+          .kv_cache_dtype = ParseDType(flags.kv_cache_dtype),
+          .max_model_len = flags.MaxModelLen(),
+          .max_num_seqs = flags.max_num_seqs,
+          .max_num_batched_tokens = flags.max_num_batched_tokens,
+          .exchange = *ParseDcpExchange(flags.dcp_comm_backend),
+          .num_blocks = flags.num_gpu_blocks_override,
+          .kv_cache_memory_bytes = flags.kv_cache_memory_bytes,
+          .local_ranks = options.local_ranks};
+}
+
+// Waits for SIGTERM on a thread of its own. Until there is something to finish first, the process
+// just ends.
+class SignalWatch {
+ public:
+  explicit SignalWatch(TerminationSignals& signals)
+      : signals_(signals), thread_([this] {
+          if (signals_.Wait() == 0) return;
+          std::function<void()> handler;
+          {
+            MutexLock lock(mutex_);
+            signalled_ = true;
+            handler = handler_;
+          }
+          if (handler == nullptr) std::_Exit(0);
+          handler();
+        }) {}
+  ~SignalWatch() {
+    signals_.Wake();
+    thread_.join();
+  }
+
+  // Runs `handler` on a signal, on the watch's thread.
+  void OnSignal(std::function<void()> handler) {
+    MutexLock lock(mutex_);
+    if (signalled_) std::_Exit(0);
+    handler_ = std::move(handler);
+  }
+
+ private:
+  TerminationSignals& signals_;
+  Mutex mutex_;
+  bool signalled_ ABSL_GUARDED_BY(mutex_) = false;
+  std::function<void()> handler_ ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;
+};
+
+// What both kinds of rank do: load, start, report.
+class RankProcess {
+ public:
+  RankProcess(const RankProcessOptions& options, SupervisorLink& link)
+      : options_(options),
+        model_options_(ModelOptionsOf(options)),
+        stream_(options.group.threads_per_rank.value_or(
+            std::max(1, AllowedCpus() / options.local_ranks))) {
+    link.SetHealthCheck([this] { return progress_.MovedOrIdle(); });
+  }
+
+  absl::Status Load() {
+    const absl::Time start = absl::Now();
+    absl::Time next_report = start + absl::Seconds(1);
+    ASSIGN_OR_RETURN(model_, RankModel::Load(model_options_, stream_, [&](int done, int of) {
+                       if (absl::Now() < next_report) return;
+                       next_report = absl::Now() + absl::Seconds(1);
+                       spdlog::info("loaded {} of {} layers", done, of);
+                     }));
+    if (options_.group.tensor_parallel_size == 1) {
+      fabric_ = MakeLocalFabric("alone");
+    } else {
+      ASSIGN_OR_RETURN(fabric_, MakeUcxFabric());
+    }
+    spdlog::info("loaded {:.1f} MB of weights as {} in {:.2f} s; {} threads on {}",
+                 static_cast<double>(model_->weights.SizeBytes()) / 1e6, DTypeName(model_->dtype),
+                 absl::ToDoubleSeconds(absl::Now() - start), stream_.pool().num_threads(),
+                 kernels::CpuTargetName());
+    return absl::OkStatus();
+  }
+
+  absl::Status Start(const GroupAgreement& agreement) {
+    ASSIGN_OR_RETURN(rank_,
+                     Rank::Start(*model_, agreement,
+                                 {.max_num_seqs = options_.group.max_num_seqs,
+                                  .max_num_batched_tokens = options_.group.max_num_batched_tokens,
+                                  .exchange = model_options_.exchange,
+                                  .stall_timeout = options_.group.stall_timeout},
+                                 *fabric_, stream_, progress_));
+    spdlog::info("memory: {:.1f} MB weights, {:.1f} MB KV, {:.1f} MB workspace",
+                 static_cast<double>(model_->weights.SizeBytes()) / 1e6,
+                 static_cast<double>(rank_->kv_bytes()) / 1e6,
+                 static_cast<double>(rank_->workspace_bytes()) / 1e6);
+    return absl::OkStatus();
+  }
+
+  RankOffer Offer() const {
+    return {.rank = options_.rank,
+            .fabric_address = fabric_->LocalAddress(),
+            .num_blocks = model_->num_blocks,
+            .agreed = model_->Agreement(model_options_)};
+  }
+
+  v1::RankInfo Info() const {
+    v1::RankInfo info;
+    info.set_rank(options_.rank);
+    info.set_pid(getpid());
+    if (rank_ == nullptr) return info;
+    const FabricCounters counters = rank_->fabric_counters();
+    info.set_fabric_sent_bytes(counters.sent_bytes);
+    info.set_fabric_received_bytes(counters.received_bytes);
+    info.set_weight_bytes(model_->weights.SizeBytes());
+    info.set_kv_bytes(rank_->kv_bytes());
+    info.set_workspace_bytes(rank_->workspace_bytes());
+    return info;
+  }
+
+  const RankModel& model() const { return *model_; }
+  Rank& rank() { return *rank_; }
+
+ private:
+  const RankProcessOptions& options_;
+  const RankModelOptions model_options_;
+  Progress progress_;
+  kernels::CpuStream stream_;
+  std::optional<RankModel> model_;
+  std::unique_ptr<Fabric> fabric_;
+  std::unique_ptr<Rank> rank_;
+};
+
+// Calls `tick` every 500 ms on a thread of its own.
+class Ticker {
+ public:
+  explicit Ticker(std::function<void()> tick)
+      : thread_([this, tick = std::move(tick)] {
+          MutexLock lock(mutex_);
+          while (!stopping_) {
+            const auto next = std::chrono::steady_clock::now() + std::chrono::milliseconds(500);
+            while (!stopping_ && wake_.WaitUntil(mutex_, next)) {
+            }
+            if (!stopping_) tick();
+          }
+        }) {}
+  ~Ticker() {
+    {
+      MutexLock lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.NotifyAll();
+    thread_.join();
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar wake_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+v1::GroupState DescribeGroup(const RankProcessOptions& options, const RankModel& model,
+                             const GroupAgreement& agreement) {
+  v1::GroupState state;
+  v1::GroupInfo& group = *state.mutable_group();
+  group.set_model(options.group.ServedModelName());
+  group.set_tensor_parallel_size(model.layout.tensor_parallel_size());
+  group.set_decode_context_parallel_size(model.layout.decode_context_parallel_size());
+  group.set_block_size(model.layout.block_size());
+  group.set_cp_kv_cache_interleave_size(model.layout.interleave());
+  group.set_max_model_len(agreement.max_model_len);
+  group.set_kv_bytes_per_token_per_rank(model.kv_shape.BytesPerLocalToken() /
+                                        model.layout.decode_context_parallel_size());
+  group.set_dtype(std::string(DTypeName(model.dtype)));
+  group.set_kv_cache_dtype(std::string(DTypeName(model.kv_shape.dtype)));
+  group.set_dcp_comm_backend(options.group.dcp_comm_backend);
+  state.set_vocab_size(model.config.vocab_size);
+  for (std::int32_t id : model.config.eos_token_ids) state.add_eos_token_ids(id);
+  return state;
+}
+
+// Waits for the followers and settles what the group has; tells the followers.
+absl::StatusOr<GroupAgreement> SettleJoins(const RankProcessOptions& options, JoinTable& joins,
+                                           RankProcess& process, std::uint64_t generation,
+                                           WorkerService& service) {
+  ASSIGN_OR_RETURN(std::vector<RankOffer> offers,
+                   joins.WaitForAll(process.Offer(), absl::Now() + options.join_timeout));
+  GroupAgreement agreement;
+  agreement.num_blocks = offers[0].num_blocks;
+  v1::JoinResponse response;
+  for (const RankOffer& offer : offers) {
+    agreement.fabric_addresses.push_back(offer.fabric_address);
+    agreement.num_blocks = std::min(agreement.num_blocks, offer.num_blocks);
+    response.add_fabric_addresses(offer.fabric_address);
+  }
+  ASSIGN_OR_RETURN(agreement.max_model_len, process.model().ResolveMaxModelLen(
+                                                options.group.MaxModelLen(), agreement.num_blocks));
+  response.set_generation(generation);
+  response.set_num_blocks(agreement.num_blocks);
+  response.set_max_model_len(agreement.max_model_len);
+  service.AnswerJoins(response);
+  return agreement;
+}
+
+absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(const GroupFlags& flags, const RankModel& model,
+                                                   const GroupAgreement& agreement) {
+  return Engine::Create({.block_size = model.layout.block_size(),
+                         .num_blocks = agreement.num_blocks,
+                         .max_model_len = agreement.max_model_len,
+                         .max_num_seqs = flags.max_num_seqs,
+                         .max_num_batched_tokens = flags.max_num_batched_tokens,
+                         .max_num_waiting = flags.max_num_waiting,
+                         .vocab_size = model.config.vocab_size,
+                         .async_scheduling = flags.async_scheduling,
+                         .force_preemption_every = flags.force_preemption_every});
+}
+
+int RunLeader(const RankProcessOptions& options, SignalWatch& signals, SupervisorLink& link) {
+  const std::uint64_t generation = std::random_device{}() | 1u;
+  std::atomic<bool> stopping{false};
+  JoinTable joins(options.group.tensor_parallel_size);
+  WorkerService service(joins, generation, [&](std::int32_t rank, const absl::Status& status) {
+    if (stopping) return;
+    ExitGroupLost(0, fmt::format("rank {}: {}", rank, std::string(status.message())));
+  });
+  grpc::Service* services[] = {&service};
+  absl::StatusOr<std::unique_ptr<GrpcServer>> server =
+      GrpcServer::Start({.listen_addresses = options.listen}, services);
+  if (!server.ok()) {
+    Fail(options, server.status());
+    return kExitConfigError;
+  }
+
+  RankProcess process(options, link);
+  if (absl::Status loaded = process.Load(); !loaded.ok()) return Fail(options, loaded);
+  service.SetState("waiting for ranks");
+  absl::StatusOr<GroupAgreement> agreement =
+      SettleJoins(options, joins, process, generation, service);
+  if (!agreement.ok()) return Fail(options, agreement.status());
+  if (absl::Status started = process.Start(*agreement); !started.ok()) {
+    return Fail(options, started);
+  }
+  absl::StatusOr<std::unique_ptr<Engine>> engine =
+      MakeEngine(options.group, process.model(), *agreement);
+  if (!engine.ok()) return Fail(options, engine.status());
+  spdlog::info("ready\n{}",
+               process.model().Summary(agreement->num_blocks, agreement->max_model_len));
+
+  Leader leader(*std::move(engine), options.group.max_num_waiting);
+  service.SetRankInfo(process.Info());
+  service.SetReady(leader, DescribeGroup(options, process.model(), *agreement));
+  (*server)->SetServing("weft.v1.Worker", true);
+  link.ReportReady({{"address", (*server)->addresses().front()}});
+  Ticker ticker([&] { service.SetRankInfo(process.Info()); });
+
+  // SIGTERM: no new requests, finish those that run, then leave; followers leave with us.
+  signals.OnSignal([&] {
+    spdlog::info("draining {} requests", leader.num_requests());
+    service.StartDrain();
+    const absl::Time deadline = absl::Now() + options.drain_timeout;
+    while (leader.num_requests() > 0 && absl::Now() < deadline) {
+      absl::SleepFor(absl::Milliseconds(20));
+    }
+    leader.Stop();
+  });
+  const absl::Status ended = leader.RunExecutor(process.rank());
+  if (!ended.ok()) ExitGroupLost(0, std::string(ended.message()));
+  stopping = true;
+  (*server)->Shutdown(absl::Milliseconds(100));
+  return 0;
+}
+
+// The follower's side of Join: a blocking stream on a thread of its own.
+class JoinClient {
+ public:
+  explicit JoinClient(const std::string& leader_address)
+      : stub_(v1::Worker::NewStub(NewGrpcChannel(leader_address))) {}
+  ~JoinClient() {
+    context_.TryCancel();
+    if (watch_.joinable()) watch_.join();
+  }
+
+  absl::StatusOr<GroupAgreement> Join(const RankOffer& offer, const v1::RankInfo& info) {
+    context_.set_wait_for_ready(true);
+    stream_ = stub_->Join(&context_);
+    v1::JoinRequest request;
+    request.set_rank(offer.rank);
+    request.set_fabric_address(offer.fabric_address);
+    request.set_num_blocks(offer.num_blocks);
+    request.set_agreed(offer.agreed);
+    *request.mutable_info() = info;
+    v1::JoinResponse response;
+    if (!stream_->Write(request) || !stream_->Read(&response)) {
+      const absl::Status status = FromGrpcStatus(stream_->Finish());
+      return absl::UnavailableError(
+          fmt::format("the leader did not take this rank: {}", std::string(status.message())));
+    }
+    GroupAgreement agreement;
+    agreement.fabric_addresses.assign(response.fabric_addresses().begin(),
+                                      response.fabric_addresses().end());
+    agreement.num_blocks = response.num_blocks();
+    agreement.max_model_len = response.max_model_len();
+    return agreement;
+  }
+
+  // Runs `on_end` once the stream ends, whoever ends it.
+  void WatchEnd(std::function<void()> on_end) {
+    watch_ = std::thread([this, on_end = std::move(on_end)] {
+      v1::JoinResponse ignored;
+      while (stream_->Read(&ignored)) {
+      }
+      on_end();
+    });
+  }
+
+  void Send(const v1::RankInfo& info) {
+    v1::JoinRequest request;
+    *request.mutable_info() = info;
+    stream_->Write(request);
+  }
+
+ private:
+  const std::unique_ptr<v1::Worker::Stub> stub_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::JoinRequest, v1::JoinResponse>> stream_;
+  std::thread watch_;
+};
+
+int RunFollower(const RankProcessOptions& options, SignalWatch& signals, SupervisorLink& link) {
+  RankProcess process(options, link);
+  if (absl::Status loaded = process.Load(); !loaded.ok()) return Fail(options, loaded);
+
+  JoinClient join(options.leader_address);
+  absl::StatusOr<GroupAgreement> agreement = join.Join(process.Offer(), process.Info());
+  if (!agreement.ok()) return Fail(options, agreement.status());
+  std::atomic<bool> stop{false};
+  std::atomic<bool> terminating{false};
+  join.WatchEnd([&] {
+    // After SIGTERM the leader drains and then ends the stream: that is how we are told to leave.
+    if (!terminating) ExitGroupLost(options.rank, "the leader's Join stream has ended");
+    std::_Exit(0);
+  });
+  if (absl::Status started = process.Start(*agreement); !started.ok()) {
+    return Fail(options, started);
+  }
+  link.ReportReady({});
+  Ticker ticker([&] { join.Send(process.Info()); });
+  signals.OnSignal([&] { terminating = true; });
+  const absl::Status ended = process.rank().Follow(stop);
+  ExitGroupLost(options.rank, std::string(ended.message()));
+}
+
+}  // namespace
+
+int RunRankProcess(const RankProcessOptions& options, TerminationSignals& signals,
+                   SupervisorLink& link) {
+  SignalWatch watch(signals);
+  return options.rank == 0 ? RunLeader(options, watch, link) : RunFollower(options, watch, link);
+}
+
+}  // namespace weft

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "server/base/mutex.h"
+#include "server/stream_writer.h"
+#include "weft/v1/worker.grpc.pb.h"
+#include "worker/group/join.h"
+#include "worker/leader.h"
+
+namespace weft {
+
+// weft.v1.Worker on the leader: Generate over a Leader, the followers' Join streams, WatchState.
+// Served from the start of the process; until SetReady() Generate answers UNAVAILABLE (NOT_READY)
+// and WatchState says what the group waits for.
+//
+// Thread-safe.
+class WorkerService final : public v1::Worker::CallbackService {
+ public:
+  // `joins` outlives the service. `on_follower_lost` runs once a joined follower's stream ends.
+  WorkerService(JoinTable& joins, std::uint64_t generation,
+                std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost);
+  ~WorkerService() override;
+
+  // What people see in `weft status` while the group is not ready: "loading", "waiting for ranks".
+  void SetState(std::string state);
+  // Tells every joined follower what was settled.
+  void AnswerJoins(const v1::JoinResponse& response);
+  // Serves Generate from now on. `info` has what does not change: layout, sizes; its load and its
+  // ranks are filled in for each WatchState message. `leader` outlives the service.
+  void SetReady(Leader& leader, const v1::GroupState& info);
+  // This rank's own entry of GroupInfo.ranks; followers' come with their Join streams.
+  void SetRankInfo(const v1::RankInfo& info);
+  // Refuses new Generate calls with UNAVAILABLE (DRAINING).
+  void StartDrain();
+
+  grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* Generate(
+      grpc::CallbackServerContext* context, const v1::WorkerGenerateRequest* request) override;
+  grpc::ServerBidiReactor<v1::JoinRequest, v1::JoinResponse>* Join(
+      grpc::CallbackServerContext* context) override;
+  grpc::ServerWriteReactor<v1::GroupState>* WatchState(
+      grpc::CallbackServerContext* context, const v1::WatchStateRequest* request) override;
+
+ private:
+  class JoinStream;
+  using StateWriter = StreamWriter<v1::GroupState>;
+
+  v1::GroupState CurrentState() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Publish();
+  void TickLoop();
+
+  JoinTable& joins_;
+  const std::uint64_t generation_;
+  const std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost_;
+
+  std::atomic<Leader*> leader_{nullptr};
+  std::atomic<bool> draining_{false};
+
+  Mutex mutex_;
+  CondVar wake_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::uint64_t state_seq_ ABSL_GUARDED_BY(mutex_) = 0;
+  v1::GroupState state_ ABSL_GUARDED_BY(mutex_);
+  std::vector<v1::RankInfo> ranks_ ABSL_GUARDED_BY(mutex_);  // by rank
+  std::vector<std::weak_ptr<StateWriter>> watchers_ ABSL_GUARDED_BY(mutex_);
+  std::vector<JoinStream*> join_streams_ ABSL_GUARDED_BY(mutex_);
+  std::thread ticker_;
+};
+
+}  // namespace weft
