@@ -47,12 +47,13 @@ int Inspect(SupervisorLink& link, TerminationSignals& signals) {
 }
 
 // Supervises two children of its own.
-int Nest(SupervisorLink& link, TerminationSignals& signals, const char* self, const char* tag) {
+int Nest(SupervisorLink& link, TerminationSignals& signals, const char* self, const char* tag,
+         std::initializer_list<const char*> modes) {
   SupervisorOptions options;
   options.drain_timeout = absl::Milliseconds(200);
   Supervisor supervisor(options);
   GroupSpec group{.name = "nested"};
-  for (const char* mode : {"run", "stubborn"}) {
+  for (const char* mode : modes) {
     group.members.push_back({.name = mode, .command = [=](absl::Span<const ReadyFields>) {
                                return std::vector<std::string>{self, mode, tag};
                              }});
@@ -76,7 +77,8 @@ int Main(int argc, char** argv) {
   TerminationSignals signals;
   SupervisorLink link(absl::Milliseconds(50));
   if (mode == "inspect") return Inspect(link, signals);
-  if (mode == "nest") return Nest(link, signals, argv[0], argv[2]);
+  if (mode == "nest") return Nest(link, signals, argv[0], argv[2], {"run", "stubborn"});
+  if (mode == "nest_silent") return Nest(link, signals, argv[0], argv[2], {"silent", "silent"});
   std::atomic<bool> healthy = true;
   link.SetHealthCheck([&healthy] { return healthy.load(); });
   link.ReportReady({{"address", "at:" + std::to_string(getpid())}, {"argument", argument}});
