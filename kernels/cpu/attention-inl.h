@@ -150,16 +150,22 @@ void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int
   const std::int64_t num_rows = item.end_row - item.first_row;
   const std::int64_t heads = item.end_head - item.first_head;
 
-  for (std::int64_t key = begin / 16 * 16; key < end; key += 16) {
-    LoadKPanel<kDType>(p, slot, item.kv_head, key, end, scratch.k);
-    float* scores = scratch.scores + (key - tile);
-    for (std::int64_t i = 0; i < num_rows * heads; ++i) {
-      std::fill_n(scores + i * kTileKeys, kPanelWidth, 0.0F);
-    }
-    PanelProduct<Float32Weights>(scratch.q, p.head_dim, num_rows * heads,
-                                 reinterpret_cast<const std::byte*>(scratch.k), p.head_dim, scores,
-                                 kTileKeys);
+  const std::int64_t first_key = begin / 16 * 16;
+  const std::int64_t panel_floats = p.head_dim * kPanelWidth;
+  std::int64_t num_panels = 0;
+  for (std::int64_t key = first_key; key < end; key += 16, ++num_panels) {
+    LoadKPanel<kDType>(p, slot, item.kv_head, key, end, scratch.k + num_panels * panel_floats);
   }
+  for (std::int64_t i = 0; i < num_rows * heads; ++i) {
+    std::fill_n(scratch.scores + i * kTileKeys, kTileKeys, 0.0F);
+  }
+  PanelProduct<Float32Weights>(scratch.q, p.head_dim, num_rows * heads, p.head_dim,
+                               {.data = reinterpret_cast<const std::byte*>(scratch.k),
+                                .stride_bytes = panel_floats * 4,
+                                .count = num_panels,
+                                .acc = scratch.scores + (first_key - tile),
+                                .acc_stride = kTileKeys,
+                                .acc_panel_stride = kPanelWidth});
   LoadVPanels<kDType>(p, slot, item.kv_head, tile, begin, end, scratch.v);
 
   const auto bounds = [&](std::int64_t row) {
@@ -180,12 +186,14 @@ void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int
       for (std::int64_t i = 0; i < queries; ++i) {
         SoftmaxStep(scores + i * kTileKeys, lo, hi, group + i * record_floats, padded_dim);
       }
-      for (std::int64_t dim = 0; dim < padded_dim; dim += kPanelWidth) {
-        const float* panel = scratch.v + dim * kTileKeys + lo * kPanelWidth;
-        PanelProduct<Float32Weights>(scores + lo, kTileKeys, queries,
-                                     reinterpret_cast<const std::byte*>(panel), hi - lo,
-                                     group + dim, record_floats);
-      }
+      PanelProduct<Float32Weights>(
+          scores + lo, kTileKeys, queries, hi - lo,
+          {.data = reinterpret_cast<const std::byte*>(scratch.v + lo * kPanelWidth),
+           .stride_bytes = kTileKeys * kPanelWidth * 4,
+           .count = padded_dim / kPanelWidth,
+           .acc = group,
+           .acc_stride = record_floats,
+           .acc_panel_stride = kPanelWidth});
     }
     row = end_row;
   }

@@ -34,15 +34,14 @@ constexpr std::int64_t RecordFloats(std::int64_t head_dim) { return PaddedDim(he
 struct AttentionScratch {
   float* q;        // [queries, head_dim], scaled
   float* scores;   // [queries, kTileKeys]
-  float* k;        // [head_dim, 16]
+  float* k;        // [kTileKeys / 16, head_dim, 16]
   float* v;        // [PaddedDim / 16, kTileKeys, 16]
   float* part;     // [queries, RecordFloats]
   float* running;  // [queries, RecordFloats]
 
   static constexpr std::int64_t Floats(std::int64_t queries, std::int64_t head_dim) {
     const std::int64_t padded = PaddedDim(head_dim);
-    return queries * (padded + kTileKeys + 2 * RecordFloats(head_dim)) + padded * 16 +
-           padded * kTileKeys;
+    return queries * (padded + kTileKeys + 2 * RecordFloats(head_dim)) + 2 * padded * kTileKeys;
   }
 
   AttentionScratch(float* memory, std::int64_t queries, std::int64_t head_dim) {
@@ -50,7 +49,7 @@ struct AttentionScratch {
     q = memory;
     scores = q + queries * padded;
     k = scores + queries * kTileKeys;
-    v = k + padded * 16;
+    v = k + padded * kTileKeys;
     part = v + padded * kTileKeys;
     running = part + queries * RecordFloats(head_dim);
   }

@@ -7,6 +7,25 @@
 #include "kernels/cpu/launch.h"
 #include "kernels/cpu/panel.h"
 
+#ifndef WEFT_KERNELS_CPU_LINEAR_ONCE_
+#define WEFT_KERNELS_CPU_LINEAR_ONCE_
+namespace weft::kernels {
+
+// What one task computes. If there are more rows than a tile of any target has, at most
+// kMaxRowBlock.
+struct LinearPiece {
+  std::int64_t first_row;
+  std::int64_t end_row;
+  std::int64_t first_panel;
+  std::int64_t end_panel;
+};
+
+// Rows whose sums wait on the stack while pieces of a panel pass by.
+inline constexpr std::int64_t kMaxRowBlock = 192;
+
+}  // namespace weft::kernels
+#endif
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/linear.cc"
 #include "hwy/foreach_target.h"
@@ -18,16 +37,12 @@ namespace weft::kernels::HWY_NAMESPACE {
 
 // Inputs a converted piece of a panel holds: 16 KB of floats, half of L1.
 constexpr std::int64_t kDepthBlock = 256;
-// Rows whose sums wait on the stack between pieces.
-constexpr std::int64_t kMaxRowBlock = 192;
-
-// Rows that stay in L2 while a thread's panels pass over them.
-std::int64_t RowBlock(std::int64_t num_rows, std::int64_t in_features) {
-  constexpr std::int64_t kFloats = 64 * 1024;
-  const std::int64_t most =
-      std::clamp<std::int64_t>(kFloats / in_features / 12 * 12, 24, kMaxRowBlock);
-  return CeilDiv(num_rows, CeilDiv(num_rows, most));
-}
+// Panels that a thread goes through together: two read streams, or as many as a tile has.
+constexpr std::int64_t kDirectPanels = 2;
+// Up to here widening costs more than it saves.
+constexpr std::int64_t kDirectRows = 2 * kTileRows;
+constexpr std::int64_t kPrefetchBytes = 4096;
+constexpr std::int64_t kBlockedPanels = kMaxSums / (kTileRows * kVecs) > 1 ? 2 : 1;
 
 // y = acc + bias + residual for rows [row, row + num_rows) of one panel.
 void StorePanel(const LinearParams& p, std::int64_t row, std::int64_t num_rows, std::int64_t panel,
@@ -57,81 +72,112 @@ void StorePanel(const LinearParams& p, std::int64_t row, std::int64_t num_rows, 
   }
 }
 
-// Widens `depth` inputs of a panel to [depth][16] floats, hinting what comes next in memory.
+// Widens `depth` inputs of a panel to [depth][16] floats.
 template <typename Weights>
 void WidenPanel(const std::byte* HWY_RESTRICT panel, std::int64_t depth, float* HWY_RESTRICT out) {
   constexpr int kStepBytes = Weights::kDepth * kPanelWidth * Weights::kElementBytes;
-  constexpr std::int64_t kAheadBytes = 8192;
-  const PanelTag d;
-  PanelVec w[Weights::kDepth][kVecs];
+  PanelVec w[kVecs];
+  const auto store = [&]() HWY_ATTR {
+    for (int v = 0; v < kVecs; ++v, out += kLanes) hn::StoreU(w[v], PanelTag(), out);
+  };
   for (std::int64_t k = 0; k < depth; k += Weights::kDepth, panel += kStepBytes) {
-    __builtin_prefetch(panel + kAheadBytes, 0, 2);
-    Weights::Load(panel, w);
-    for (int i = 0; i < Weights::kDepth; ++i) {
-      for (int v = 0; v < kVecs; ++v, out += kLanes) hn::StoreU(w[i][v], d, out);
+    Weights::template Load<0>(panel, w);
+    store();
+    if constexpr (Weights::kDepth == 2) {
+      Weights::template Load<1>(panel, w);
+      store();
     }
   }
 }
 
-// Few rows: weights are used as they come from memory.
+// Few rows: weights are used as they come from memory, kDirectPanels panels at a time.
 template <typename Weights>
-void LinearDirect(const LinearParams& p, std::int64_t panel, const std::byte* data) {
-  HWY_ALIGN float acc[kTileRows * kPanelWidth] = {};
-  PanelProduct<Weights>(p.x, p.x_stride, p.num_rows, data, p.weight->in_features(), acc,
-                        kPanelWidth);
-  StorePanel(p, 0, p.num_rows, panel, acc);
+void LinearDirect(const LinearParams& p, std::int64_t panel, std::int64_t count,
+                  const std::byte* data, std::int64_t panel_bytes) {
+  constexpr std::int64_t kPanelFloats = kDirectRows * kPanelWidth;
+  HWY_ALIGN float acc[kDirectPanels * kPanelFloats] = {};
+  PanelProduct<Weights>(p.x, p.x_stride, p.num_rows, p.weight->in_features(),
+                        {.data = data,
+                         .stride_bytes = panel_bytes,
+                         .count = count,
+                         .acc = acc,
+                         .acc_stride = kPanelWidth,
+                         .acc_panel_stride = kPanelFloats,
+                         .next = data + (p.num_rows < kTileRows ? kPrefetchBytes : panel_bytes),
+                         .next_bytes = count * panel_bytes});
+  for (std::int64_t i = 0; i < count; ++i) {
+    StorePanel(p, 0, p.num_rows, panel + i, acc + i * kPanelFloats);
+  }
 }
 
-// Many rows: a piece of the panel at a time is widened into L1 and serves a block of rows.
+// Many rows: a piece of each of `count` panels at a time is widened into L1 and serves a block of
+// rows.
 template <typename Weights>
-void LinearBlocked(const LinearParams& p, std::int64_t panel, const std::byte* data,
-                   std::int64_t row, std::int64_t num_rows) {
-  HWY_ALIGN float wide[(kDepthBlock + 1) * kPanelWidth];
-  HWY_ALIGN float acc[kMaxRowBlock * kPanelWidth];
-  std::fill_n(acc, num_rows * kPanelWidth, 0.0F);
+void LinearBlocked(const LinearParams& p, std::int64_t panel, std::int64_t count,
+                   const std::byte* data, std::int64_t panel_bytes, std::int64_t row,
+                   std::int64_t num_rows) {
+  constexpr std::int64_t kWideFloats = (kDepthBlock + 1) * kPanelWidth;
+  constexpr std::int64_t kPanelFloats = kMaxRowBlock * kPanelWidth;
+  HWY_ALIGN float wide[kBlockedPanels * kWideFloats];
+  HWY_ALIGN float acc[kBlockedPanels * kPanelFloats];
+  for (std::int64_t i = 0; i < count; ++i) {
+    std::fill_n(acc + i * kPanelFloats, num_rows * kPanelWidth, 0.0F);
+  }
   const std::int64_t in_features = p.weight->in_features();
+  constexpr std::int64_t kStepBytes = kPanelWidth * Weights::kElementBytes;
+  const bool few = num_rows <= 4 * kTileRows;
   for (std::int64_t k = 0; k < in_features; k += kDepthBlock) {
     const std::int64_t depth = std::min(kDepthBlock, in_features - k);
-    const std::byte* piece = data + k * kPanelWidth * Weights::kElementBytes;
+    const std::byte* piece = data + k * kStepBytes;
+    std::int64_t piece_bytes = panel_bytes;
     if constexpr (!std::is_same_v<Weights, Float32Weights>) {
-      WidenPanel<Weights>(piece, depth, wide);
+      for (std::int64_t i = 0; i < count; ++i) {
+        WidenPanel<Weights>(piece + i * panel_bytes, depth, wide + i * kWideFloats);
+      }
       piece = reinterpret_cast<const std::byte*>(wide);
+      piece_bytes = kWideFloats * 4;
     }
-    PanelProduct<Float32Weights>(p.x + row * p.x_stride + k, p.x_stride, num_rows, piece, depth,
-                                 acc, kPanelWidth);
+    PanelProduct<Float32Weights>(p.x + row * p.x_stride + k, p.x_stride, num_rows, depth,
+                                 {.data = piece,
+                                  .stride_bytes = piece_bytes,
+                                  .count = count,
+                                  .acc = acc,
+                                  .acc_stride = kPanelWidth,
+                                  .acc_panel_stride = kPanelFloats,
+                                  .next = few ? data + (k + depth) * kStepBytes : nullptr,
+                                  .next_bytes = std::min(kDepthBlock, in_features) * kStepBytes});
   }
-  StorePanel(p, row, num_rows, panel, acc);
+  for (std::int64_t i = 0; i < count; ++i) {
+    StorePanel(p, row, num_rows, panel + i, acc + i * kPanelFloats);
+  }
 }
 
 template <typename Weights>
-void LinearPanels(const LinearParams& p, std::int64_t first, std::int64_t end) {
-  const std::int64_t in_features = p.weight->in_features();
+void LinearPanels(const LinearParams& p, const LinearPiece& piece) {
   const std::int64_t panel_bytes =
       PanelElements(p.weight->in_features(), p.weight->dtype()) * Weights::kElementBytes;
-  if (p.num_rows <= kTileRows) {
-    for (std::int64_t panel = first; panel < end; ++panel) {
-      LinearDirect<Weights>(p, panel, p.weight->data() + panel * panel_bytes);
-    }
-    return;
-  }
-  const std::int64_t row_block = RowBlock(p.num_rows, in_features);
-  for (std::int64_t row = 0; row < p.num_rows; row += row_block) {
-    const std::int64_t num_rows = std::min(row_block, p.num_rows - row);
-    for (std::int64_t panel = first; panel < end; ++panel) {
-      LinearBlocked<Weights>(p, panel, p.weight->data() + panel * panel_bytes, row, num_rows);
+  const bool direct = p.num_rows <= kDirectRows;
+  const std::int64_t step = direct ? kDirectPanels : kBlockedPanels;
+  for (std::int64_t panel = piece.first_panel; panel < piece.end_panel; panel += step) {
+    const std::int64_t count = std::min(step, piece.end_panel - panel);
+    const std::byte* data = p.weight->data() + panel * panel_bytes;
+    if (direct) {
+      LinearDirect<Weights>(p, panel, count, data, panel_bytes);
+    } else {
+      LinearBlocked<Weights>(p, panel, count, data, panel_bytes, piece.first_row,
+                             piece.end_row - piece.first_row);
     }
   }
 }
 
-// Computes outputs of panels [first, end) for all rows.
-void LinearTask(const LinearParams& p, std::int64_t first, std::int64_t end) {
+void LinearTask(const LinearParams& p, const LinearPiece& piece) {
   switch (p.weight->dtype()) {
     case DType::kFloat32:
-      return LinearPanels<Float32Weights>(p, first, end);
+      return LinearPanels<Float32Weights>(p, piece);
     case DType::kBFloat16:
-      return LinearPanels<BFloat16Weights>(p, first, end);
+      return LinearPanels<BFloat16Weights>(p, piece);
     case DType::kFloat16:
-      return LinearPanels<Float16Weights>(p, first, end);
+      return LinearPanels<Float16Weights>(p, piece);
   }
 }
 
@@ -143,6 +189,31 @@ namespace weft::kernels {
 
 HWY_EXPORT(LinearTask);
 
+namespace {
+
+// Rows of x that stay in L2 (256 KB of it) while a thread's panels pass over them.
+std::int64_t MaxRowBlock(std::int64_t in_features) {
+  constexpr std::int64_t kFloats = 64 * 1024;
+  constexpr std::int64_t kTile = 12;  // a multiple of every target's
+  return std::clamp<std::int64_t>(kFloats / in_features / kTile * kTile, 2 * kTile, kMaxRowBlock);
+}
+
+// Enough tasks for threads that share cores with other ranks to even out; with one block of rows,
+// where weights come from memory, each short enough to follow its neighbour closely.
+std::int64_t PanelsPerTask(const PackedMatrix& weight, std::int64_t row_blocks, int num_threads) {
+  const std::int64_t panels = CeilDiv(weight.out_features(), kPanelWidth);
+  const std::int64_t groups = CeilDiv(8 * num_threads, row_blocks);
+  std::int64_t per_task = std::max<std::int64_t>(1, panels / groups);
+  if (row_blocks == 1) {
+    constexpr std::int64_t kTaskBytes = 128 * 1024;
+    const std::int64_t panel_bytes = weight.size_bytes() / panels;
+    per_task = std::clamp<std::int64_t>(kTaskBytes / panel_bytes, 1, per_task);
+  }
+  return per_task > 1 ? per_task / 2 * 2 : 1;  // panels go in pairs
+}
+
+}  // namespace
+
 absl::Status Linear(const LinearParams& params, Stream& stream) {
   if (params.num_rows == 0) return absl::OkStatus();
   const PackedMatrix& weight = *params.weight;
@@ -150,16 +221,17 @@ absl::Status Linear(const LinearParams& params, Stream& stream) {
   DCHECK(params.y_stride >= weight.out_features());
   ThreadPool& pool = PoolOf(stream);
   const std::int64_t panels = CeilDiv(weight.out_features(), kPanelWidth);
-  // Enough pieces for threads that share cores with other ranks to even out, each long enough to
-  // stream from memory.
-  const std::int64_t panel_bytes =
-      PanelElements(weight.in_features(), weight.dtype()) * DTypeBytes(weight.dtype());
-  constexpr std::int64_t kTaskBytes = 64 * 1024;
-  const std::int64_t per_task = std::clamp<std::int64_t>(
-      panels / (4 * pool.num_threads()), 1, std::max<std::int64_t>(1, kTaskBytes / panel_bytes));
+  const std::int64_t row_blocks = CeilDiv(params.num_rows, MaxRowBlock(weight.in_features()));
+  const std::int64_t rows = CeilDiv(params.num_rows, row_blocks);
+  const std::int64_t per_task = PanelsPerTask(weight, row_blocks, pool.num_threads());
   const auto task = HWY_DYNAMIC_DISPATCH(LinearTask);
-  pool.ParallelFor(CeilDiv(panels, per_task), [&](std::int64_t index, int /*thread*/) {
-    task(params, index * per_task, std::min(panels, (index + 1) * per_task));
+  pool.ParallelFor(CeilDiv(panels, per_task) * row_blocks, [&](std::int64_t i, int /*thread*/) {
+    const std::int64_t row = i % row_blocks * rows;
+    const std::int64_t panel = i / row_blocks * per_task;
+    task(params, {.first_row = row,
+                  .end_row = std::min<std::int64_t>(params.num_rows, row + rows),
+                  .first_panel = panel,
+                  .end_panel = std::min(panels, panel + per_task)});
   });
   return absl::OkStatus();
 }

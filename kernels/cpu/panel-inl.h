@@ -23,9 +23,12 @@ namespace hn = hwy::HWY_NAMESPACE;
 using PanelTag = hn::CappedTag<float, kPanelWidth>;
 using PanelVec = hn::Vec<PanelTag>;
 inline constexpr int kLanes = hn::MaxLanes(PanelTag());
-// Vectors across a panel, and rows of x that share a pass: as many accumulators as registers allow.
-inline constexpr int kVecs = kPanelWidth / kLanes;
-inline constexpr int kTileRows = HWY_TARGET == HWY_AVX3 ? 12 : HWY_TARGET == HWY_AVX2 ? 6 : 3;
+inline constexpr int kVecs = kPanelWidth / kLanes;  // across a panel
+// Accumulators of a tile, rows of x times vectors: what registers hold beside weights and x.
+inline constexpr int kMaxSums = HWY_TARGET == HWY_AVX3 ? 24 : 12;
+inline constexpr int kTileRows = HWY_TARGET == HWY_AVX3 ? 12
+                                 : kMaxSums / kVecs > 1 ? kMaxSums / kVecs
+                                                        : 1;
 
 // Calls body(std::integral_constant<int, n>) for a run-time n in [1, kMax].
 template <int kMax, typename Body>
@@ -41,13 +44,15 @@ HWY_INLINE void WithConstant(int n, const Body& body) {
   }
 }
 
-// How each storage type gives the weights of kDepth consecutive inputs of a panel as floats.
+// How each storage type gives weights as floats: kDepth consecutive inputs of a panel lie together,
+// Load<i> widens the i-th of them.
 struct Float32Weights {
   static constexpr int kDepth = 1;
   static constexpr int kElementBytes = 4;
-  HWY_INLINE static void Load(const std::byte* p, PanelVec (&w)[kDepth][kVecs]) {
+  template <int kInput>
+  HWY_INLINE static void Load(const std::byte* p, PanelVec (&w)[kVecs]) {
     for (int v = 0; v < kVecs; ++v) {
-      w[0][v] = hn::LoadU(PanelTag(), reinterpret_cast<const float*>(p) + v * kLanes);
+      w[v] = hn::LoadU(PanelTag(), reinterpret_cast<const float*>(p) + v * kLanes);
     }
   }
 };
@@ -55,12 +60,16 @@ struct Float32Weights {
 struct BFloat16Weights {
   static constexpr int kDepth = 2;
   static constexpr int kElementBytes = 2;
-  HWY_INLINE static void Load(const std::byte* p, PanelVec (&w)[kDepth][kVecs]) {
+  template <int kInput>
+  HWY_INLINE static void Load(const std::byte* p, PanelVec (&w)[kVecs]) {
     const hn::RebindToUnsigned<PanelTag> du;
     for (int v = 0; v < kVecs; ++v) {
       const auto pair = hn::LoadU(du, reinterpret_cast<const std::uint32_t*>(p) + v * kLanes);
-      w[0][v] = hn::BitCast(PanelTag(), hn::ShiftLeft<16>(pair));
-      w[1][v] = hn::BitCast(PanelTag(), hn::And(pair, hn::Set(du, 0xFFFF0000U)));
+      if constexpr (kInput == 0) {
+        w[v] = hn::BitCast(PanelTag(), hn::ShiftLeft<16>(pair));
+      } else {
+        w[v] = hn::BitCast(PanelTag(), hn::And(pair, hn::Set(du, 0xFFFF0000U)));
+      }
     }
   }
 };
@@ -68,64 +77,118 @@ struct BFloat16Weights {
 struct Float16Weights {
   static constexpr int kDepth = 1;
   static constexpr int kElementBytes = 2;
-  HWY_INLINE static void Load(const std::byte* p, PanelVec (&w)[kDepth][kVecs]) {
+  template <int kInput>
+  HWY_INLINE static void Load(const std::byte* p, PanelVec (&w)[kVecs]) {
     const hn::Rebind<hwy::float16_t, PanelTag> dh;
     for (int v = 0; v < kVecs; ++v) {
-      w[0][v] = hn::PromoteTo(
-          PanelTag(), hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(p) + v * kLanes));
+      w[v] = hn::PromoteTo(PanelTag(),
+                           hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(p) + v * kLanes));
     }
   }
 };
 
-// acc[r][0..16) += sum over k of x[r][k] * panel[k][0..16), k ascending, one fused chain a value:
-// however rows are grouped and k is cut, a value sees the same additions in the same order.
-template <typename Weights, int kRows>
-HWY_INLINE void PanelTile(const float* HWY_RESTRICT x, std::int64_t x_stride,
-                          const std::byte* HWY_RESTRICT panel, std::int64_t depth,
-                          float* HWY_RESTRICT acc, std::int64_t acc_stride) {
+// A few panels side by side, and where their sums are.
+struct PanelRun {
+  const std::byte* data;
+  std::int64_t stride_bytes;  // from panel to panel
+  std::int64_t count;
+  float* acc;               // [count, rows, 16]
+  std::int64_t acc_stride;  // floats from row to row
+  std::int64_t acc_panel_stride;
+  // What to hint while computing, since it is needed next and lies in memory; null if nothing.
+  const std::byte* next = nullptr;
+  std::int64_t next_bytes = 0;
+};
+
+// For kPanels panels from `panel` on: acc[r][0..16) += sum over k of x[r][k] * panel[k][0..16),
+// k ascending, one chain of multiply-adds a value: however rows and panels are grouped and k is
+// cut, a value sees the same additions in the same order.
+// `next`: hinted, next_step bytes further with each k.
+template <typename Weights, int kRows, int kPanels, bool kPrefetch>
+HWY_INLINE void PanelTile(const float* HWY_RESTRICT x, std::int64_t x_stride, std::int64_t depth,
+                          const std::byte* HWY_RESTRICT panel, std::int64_t stride_bytes,
+                          float* HWY_RESTRICT acc, std::int64_t acc_stride,
+                          std::int64_t acc_panel_stride, const std::byte* next,
+                          std::int64_t next_step) {
   constexpr int kDepth = Weights::kDepth;
   constexpr int kStepBytes = kDepth * kPanelWidth * Weights::kElementBytes;
   const PanelTag d;
-  PanelVec sum[kRows][kVecs];
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) sum[r][v] = hn::LoadU(d, acc + r * acc_stride + v * kLanes);
-  }
-  PanelVec w[kDepth][kVecs];
-  std::int64_t k = 0;
-  for (; k + kDepth <= depth; k += kDepth, panel += kStepBytes) {
-    Weights::Load(panel, w);
-    for (int i = 0; i < kDepth; ++i) {
+  PanelVec sum[kPanels][kRows][kVecs];
+  const auto for_sums = [&](const auto& body) HWY_ATTR {
+    for (int p = 0; p < kPanels; ++p) {
       for (int r = 0; r < kRows; ++r) {
-        const PanelVec b = hn::Set(d, x[r * x_stride + k + i]);
-        for (int v = 0; v < kVecs; ++v) sum[r][v] = hn::MulAdd(w[i][v], b, sum[r][v]);
+        for (int v = 0; v < kVecs; ++v) {
+          body(sum[p][r][v], acc + p * acc_panel_stride + r * acc_stride + v * kLanes);
+        }
       }
     }
-  }
-  if (k < depth) {  // an odd depth of pairs
-    Weights::Load(panel, w);
+  };
+  for_sums([&](PanelVec& value, const float* at) HWY_ATTR { value = hn::LoadU(d, at); });
+  const auto step = [&](auto input, std::int64_t k) HWY_ATTR {
+    constexpr int kInput = decltype(input)::value;
+    PanelVec w[kPanels][kVecs];
+    for (int p = 0; p < kPanels; ++p) {
+      Weights::template Load<kInput>(panel + p * stride_bytes, w[p]);
+    }
     for (int r = 0; r < kRows; ++r) {
-      const PanelVec b = hn::Set(d, x[r * x_stride + k]);
-      for (int v = 0; v < kVecs; ++v) sum[r][v] = hn::MulAdd(w[0][v], b, sum[r][v]);
+      const PanelVec b = hn::Set(d, x[r * x_stride + k + kInput]);
+      for (int p = 0; p < kPanels; ++p) {
+        for (int v = 0; v < kVecs; ++v) sum[p][r][v] = hn::MulAdd(w[p][v], b, sum[p][r][v]);
+      }
+    }
+  };
+  std::int64_t k = 0;
+  for (; k + kDepth <= depth; k += kDepth, panel += kStepBytes) {
+    if constexpr (kPrefetch) {
+      __builtin_prefetch(next, 0, 2);
+      next += next_step * kDepth;
+    }
+    step(std::integral_constant<int, 0>(), k);
+    if constexpr (kDepth == 2) {
+      // Hides that the same weights are loaded again: kept, they would push sums out of registers.
+      __asm__("" : "+r"(panel));
+      step(std::integral_constant<int, 1>(), k);
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) hn::StoreU(sum[r][v], d, acc + r * acc_stride + v * kLanes);
-  }
+  if (k < depth) step(std::integral_constant<int, 0>(), k);  // an odd depth of pairs
+  for_sums([&](const PanelVec& value, float* at) HWY_ATTR { hn::StoreU(value, d, at); });
 }
 
-// PanelTile for any number of rows.
+// PanelTile for any number of rows and panels.
 template <typename Weights>
 HWY_INLINE void PanelProduct(const float* HWY_RESTRICT x, std::int64_t x_stride,
-                             std::int64_t num_rows, const std::byte* HWY_RESTRICT panel,
-                             std::int64_t depth, float* HWY_RESTRICT acc, std::int64_t acc_stride) {
+                             std::int64_t num_rows, std::int64_t depth, const PanelRun& run) {
+  // Widening pairs takes registers too.
+  constexpr int kMostRows = Weights::kDepth == 2 && kTileRows > 1 ? kTileRows - 1 : kTileRows;
   // Even tiles: one with few rows would wait for its own additions.
-  const std::int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const std::int64_t tiles = (num_rows + kMostRows - 1) / kMostRows;
+  const std::int64_t next_step = run.next_bytes / (tiles * run.count * depth);
   std::int64_t row = 0;
   for (std::int64_t tile = 0; tile < tiles; ++tile) {
     const std::int64_t end = num_rows * (tile + 1) / tiles;
-    WithConstant<kTileRows>(static_cast<int>(end - row), [&](auto rows) HWY_ATTR {
-      PanelTile<Weights, decltype(rows)::value>(x + row * x_stride, x_stride, panel, depth,
-                                                acc + row * acc_stride, acc_stride);
+    WithConstant<kMostRows>(static_cast<int>(end - row), [&](auto rows) HWY_ATTR {
+      constexpr int kRows = decltype(rows)::value;
+      const auto panels = [&](auto num_panels, auto prefetch, std::int64_t first) HWY_ATTR {
+        constexpr int kPanels = decltype(num_panels)::value;
+        PanelTile<Weights, kRows, kPanels, decltype(prefetch)::value>(
+            x + row * x_stride, x_stride, depth, run.data + first * run.stride_bytes,
+            run.stride_bytes, run.acc + first * run.acc_panel_stride + row * run.acc_stride,
+            run.acc_stride, run.acc_panel_stride,
+            run.next + (tile * run.count + first) * depth * next_step, next_step);
+      };
+      std::int64_t panel = 0;
+      if constexpr (2 * kRows * kVecs <= kMaxSums) {
+        for (; panel + 2 <= run.count; panel += 2) {
+          panels(std::integral_constant<int, 2>(), std::false_type(), panel);
+        }
+      }
+      for (; panel < run.count; ++panel) {
+        if (run.next != nullptr) {
+          panels(std::integral_constant<int, 1>(), std::true_type(), panel);
+        } else {
+          panels(std::integral_constant<int, 1>(), std::false_type(), panel);
+        }
+      }
     });
     row = end;
   }
