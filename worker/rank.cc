@@ -22,11 +22,13 @@ PlanLimits LimitsOf(const RankModel& model, const GroupAgreement& agreement,
           .max_model_len = agreement.max_model_len};
 }
 
-RunnerOptions RunnerOptionsOf(const GroupAgreement& agreement, const RankOptions& options) {
+RunnerOptions RunnerOptionsOf(const GroupAgreement& agreement, const RankOptions& options,
+                              Progress& progress) {
   return {.max_num_seqs = options.max_num_seqs,
           .max_num_batched_tokens = options.max_num_batched_tokens,
           .max_model_len = agreement.max_model_len,
           .exchange = options.exchange,
+          .progress = &progress.ticks(),
           .gather_all_logits = options.gather_all_logits};
 }
 
@@ -58,9 +60,10 @@ absl::StatusOr<std::unique_ptr<Rank>> Rank::Start(const RankModel& model,
   std::unique_ptr<Rank> rank(new Rank(model, agreement, options, fabric, progress));
   RETURN_IF_ERROR(rank->Connect());
   ASSIGN_OR_RETURN(rank->cache_, KvCache::Create(model.kv_shape, agreement.num_blocks));
-  ASSIGN_OR_RETURN(rank->runner_, RankRunner::Create(model.config, model.layout, model.weights,
-                                                     rank->cache_, *rank->world_, *rank->dcp_,
-                                                     RunnerOptionsOf(agreement, options), stream));
+  ASSIGN_OR_RETURN(
+      rank->runner_,
+      RankRunner::Create(model.config, model.layout, model.weights, rank->cache_, *rank->world_,
+                         *rank->dcp_, RunnerOptionsOf(agreement, options, progress), stream));
   RETURN_IF_ERROR(rank->MeetOthers(stream));
   return rank;
 }
@@ -88,8 +91,8 @@ absl::Status Rank::Connect() {
   }
 
   const std::shared_ptr<CollectiveMux> mux = tp > 1 ? MakeCollectiveMux(fabric_) : nullptr;
-  const std::int64_t max_bytes =
-      RankRunner::MaxCollectiveBytes(model_.config, layout, RunnerOptionsOf(agreement_, options_));
+  const std::int64_t max_bytes = RankRunner::MaxCollectiveBytes(
+      model_.config, layout, RunnerOptionsOf(agreement_, options_, progress_));
   const auto make = [&](std::uint32_t id, std::int32_t first,
                         std::int32_t count) -> std::unique_ptr<Communicator> {
     if (count == 1) return MakeSelfCommunicator();

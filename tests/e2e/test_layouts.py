@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from cluster import ROOT, Cluster, golden, golden_dir
+from cluster import ROOT, Cluster, golden, golden_dir, wait_until
 
 CHECKPOINTS = ["llama_gqa", "llama_mqa", "llama_odd", "llama3_rope"]
 RANKS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
@@ -37,13 +37,13 @@ def check(checkpoint, t, n, v, i, exchange, tmp_path):
                  "--max-num-batched-tokens", 24, "--dtype=float32", "--kv-cache-dtype=float32") as cluster:
         got = cluster.generate("--prompts-file", prompts_file, "--temperature=0", "--ignore-eos")
         assert [g["token_ids"] for g in got] == [p["greedy"] for p in prompts.values()]
-        group = cluster.status()
-        assert group["num_free_blocks"] == group["num_blocks"]
+        group = wait_until(lambda: (g := cluster.status())["num_free_blocks"] == g["num_blocks"] and g, 5,
+                           "blocks back")
         assert (group["tensor_parallel_size"], group["decode_context_parallel_size"]) == (t, n)
         assert len(group["ranks"]) == t
-        if t > 1:
-            for rank in group["ranks"]:
-                assert int(rank["fabric_sent_bytes"]) > 0 and int(rank["fabric_received_bytes"]) > 0
+        if t > 1:  # ranks report every 500 ms
+            wait_until(lambda: all(int(rank["fabric_sent_bytes"]) > 0 and int(rank["fabric_received_bytes"]) > 0
+                                   for rank in cluster.status()["ranks"]), 5, "UCX bytes on every rank")
         assert cluster.stop() == 0
 
 

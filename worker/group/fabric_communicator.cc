@@ -23,7 +23,7 @@ constexpr std::int64_t kFloatBytes = sizeof(float);
 // longer ones are a reduce-scatter and an all-gather. Measured with group_bench: with 2 ranks both
 // ways move the same bytes; with more the direct way moves size / 2 times as many.
 constexpr std::int64_t DirectBytes(int size) {
-  return size == 2 ? std::int64_t{256} << 10 : std::int64_t{32} << 10;
+  return size == 2 ? std::int64_t{256} << 10 : std::int64_t{2} << 10;
 }
 
 constexpr std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }

@@ -29,10 +29,8 @@ ucs_log_func_rc_t LogFromUcx(const char* file, unsigned line, const char* /*func
                              const char* format, va_list args) {
   char text[512];
   std::vsnprintf(text, sizeof(text), format, args);
-  // Of our own settings below, when the user's UCX_TLS leaves shared memory out.
-  if (std::string_view(text).starts_with("invalid configuration: MM_ERROR_HANDLING")) {
-    return UCS_LOG_FUNC_RC_STOP;
-  }
+  // About our settings below, when the user's UCX_TLS leaves out what they are for.
+  if (std::string_view(text).starts_with("invalid configuration")) return UCS_LOG_FUNC_RC_STOP;
   if (level <= UCS_LOG_LEVEL_WARN) last_ucx_message = text;
   switch (level) {
     case UCS_LOG_LEVEL_FATAL:
@@ -51,21 +49,24 @@ ucs_log_func_rc_t LogFromUcx(const char* file, unsigned line, const char* /*func
 }
 
 struct Setting {
-  const char* name;  // without UCX_
+  const char* name;      // as ucp_config_modify() knows it
+  const char* variable;  // as the user knows it
   const char* value;
 };
 constexpr Setting kSettings[] = {
     // Without it shared memory refuses endpoints that handle errors, and everything between
     // processes of one host silently goes over TCP.
-    {"MM_ERROR_HANDLING", "y"},
+    {"MM_ERROR_HANDLING", "UCX_MM_ERROR_HANDLING", "y"},
     // How often shared-memory peers are checked for being alive; the default is 20 s.
-    {"KEEPALIVE_INTERVAL", "1s"},
+    {"KEEPALIVE_INTERVAL", "UCX_KEEPALIVE_INTERVAL", "1s"},
+    // Or connecting to a host that is gone blocks the thread for minutes.
+    {"CONN_NB", "UCX_TCP_CONN_NB", "y"},
     // System V segments are attached and marked for removal within three system calls of being
     // made (about 10 us): from then on the kernel frees them with the last process, however it
     // dies. POSIX ones have a name in /dev/shm while megabytes are written to them (1-2 ms), which
     // a kill -9 leaves behind, and containers bound /dev/shm to 64 MB. What is sent here is never
     // long enough for CMA.
-    {"TLS", "^posix,cma"},
+    {"TLS", "UCX_TLS", "^posix,cma"},
 };
 
 }  // namespace
@@ -87,7 +88,7 @@ absl::StatusOr<UcpContext> MakeUcpContext() {
   const std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)> config(raw_config,
                                                                             &ucp_config_release);
   for (const Setting& setting : kSettings) {
-    if (std::getenv(fmt::format("UCX_{}", setting.name).c_str()) != nullptr) continue;
+    if (std::getenv(setting.variable) != nullptr) continue;
     if (ucs_status_t status = ucp_config_modify(config.get(), setting.name, setting.value);
         status != UCS_OK) {
       return UcxError(setting.name, status);

@@ -206,7 +206,7 @@ absl::Status RankRunner::RunLayers() {
                                    stream_));
     RETURN_IF_ERROR(world_.AllReduceSum(x_.as<float>(), x_count, DType::kFloat32, stream_));
     RETURN_IF_ERROR(RunMlp(weights));
-    progress_.fetch_add(1, std::memory_order_relaxed);
+    if (options_.progress != nullptr) options_.progress->fetch_add(1, std::memory_order_relaxed);
   }
   return absl::OkStatus();
 }
@@ -348,7 +348,6 @@ absl::StatusOr<absl::Span<const std::int32_t>> RankRunner::Execute(
     RETURN_IF_ERROR(SampleRows(plan));
   }
   RETURN_IF_ERROR(stream_.Synchronize());
-  progress_.fetch_add(1, std::memory_order_relaxed);
   if (layout_.rank() != 0) return absl::Span<const std::int32_t>();
   return absl::Span<const std::int32_t>(sampled_tokens_.data(), num_sampled);
 }

@@ -27,6 +27,8 @@ struct RunnerOptions {
   std::int32_t max_num_batched_tokens = 256;  // rows of a step
   std::int64_t max_model_len = 0;
   DcpExchange exchange = DcpExchange::kAgRs;
+  // Grows while a step runs, once a layer, for the watchdog; may be null.
+  std::atomic<std::uint64_t>* progress = nullptr;
   // Bring every sampled row's logits to the leader, for tests against reference logits.
   bool gather_all_logits = false;
 };
@@ -59,8 +61,6 @@ class RankRunner {
   absl::Span<const float> Logits(std::int32_t index) const;
 
   std::int64_t workspace_bytes() const;
-  // Grows while a step runs: once a layer.
-  const std::atomic<std::uint64_t>& progress() const { return progress_; }
 
  private:
   RankRunner(const ModelConfig& config, const ShardLayout& layout, const DecoderWeights& weights,
@@ -89,7 +89,6 @@ class RankRunner {
   SlotTable slots_;
   StepRows rows_;
   Sampler sampler_;
-  std::atomic<std::uint64_t> progress_{0};
 
   std::vector<std::int32_t> token_ids_;  // [rows]
   kernels::Buffer x_;                    // [rows, hidden]
