@@ -75,11 +75,13 @@ std::string RunChild(int rank, int num_ranks, int fd, const RankBody& body) {
 
 }  // namespace
 
-std::vector<std::string> RunOnThreads(int num_ranks, const RankBody& body) {
+std::vector<std::string> RunOnThreads(
+    int num_ranks, const RankBody& body,
+    const std::function<std::unique_ptr<Fabric>(int rank)>& make_fabric) {
   std::vector<std::unique_ptr<Fabric>> fabrics;
   std::vector<std::string> addresses;
   for (int r = 0; r < num_ranks; ++r) {
-    fabrics.push_back(MakeLocalFabric(fmt::format("rank{}", r)));
+    fabrics.push_back(make_fabric ? make_fabric(r) : MakeLocalFabric(fmt::format("rank{}", r)));
     addresses.push_back(fabrics.back()->LocalAddress());
   }
   std::vector<std::string> answers(static_cast<std::size_t>(num_ranks));

@@ -29,8 +29,11 @@ struct RankContext {
 // Returns "" or what went wrong.
 using RankBody = std::function<std::string(RankContext&)>;
 
-// Runs `body` on `num_ranks` threads over local fabrics and returns their answers by rank.
-std::vector<std::string> RunOnThreads(int num_ranks, const RankBody& body);
+// Runs `body` on `num_ranks` threads and returns their answers by rank. Over local fabrics, or
+// what `make_fabric` makes.
+std::vector<std::string> RunOnThreads(
+    int num_ranks, const RankBody& body,
+    const std::function<std::unique_ptr<Fabric>(int rank)>& make_fabric = nullptr);
 
 // Runs `body` in child processes connected by UCX. The parent must not have used UCX: children are
 // forked, and UCX does not survive that.

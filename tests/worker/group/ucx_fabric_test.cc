@@ -147,6 +147,19 @@ TEST_P(UcxOverTest, AbortFromAnotherThreadEndsACollective) {
   EXPECT_THAT(ranks.Join(1), IsEmpty());
 }
 
+TEST_P(UcxOverTest, ThreadsOfOneProcessHaveAFabricEach) {
+  RankProcesses ranks(1, [](RankContext&) -> std::string {
+    const auto make = [](int) { return *MakeUcxFabric(); };
+    std::string all;
+    for (const std::string& answer : RunOnThreads(
+             3, [](RankContext& c) { return CheckCollectives(c, 5); }, make)) {
+      all += answer;
+    }
+    return all;
+  });
+  EXPECT_THAT(ranks.JoinAll(), Each(IsEmpty()));
+}
+
 // Names of what a process may leave behind in shared memory, of either kind.
 std::set<std::string> SharedMemory() {
   std::set<std::string> names;
