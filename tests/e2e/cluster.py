@@ -60,10 +60,11 @@ def alive(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def shared_memory():
-    """Names in /dev/shm and System V segments: what a dead process could leave behind."""
-    segments = pathlib.Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-    return set(os.listdir("/dev/shm")) | {"sysv " + line.split()[1] for line in segments}
+def leaked_shared_memory(pids):
+    """System V segments that one of `pids` made, and files in /dev/shm that name one of them."""
+    segments = [line.split() for line in pathlib.Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+    return ([f"sysv {s[1]}" for s in segments if int(s[4]) in pids] +
+            [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)])
 
 
 def wait_until(condition, timeout, what):

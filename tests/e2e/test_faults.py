@@ -8,30 +8,28 @@ import time
 
 import pytest
 
-from cluster import BIN, ENV, Cluster, alive, children, golden, golden_dir, shared_memory, wait_until
+from cluster import BIN, ENV, ROOT, Cluster, alive, children, golden_dir, leaked_shared_memory, wait_until
 
-MODEL = "llama_gqa"
-FLAGS = ["-tp", 2, "-dcp", 2, "--block-size=16", "--dtype=float32", "--max-num-batched-tokens=8"]
-RECOVERY_SECONDS = 20  # generous: the law's 5 s is about streams, checked below
+# The tiny model would be done before a signal reaches it: where time matters it is the real one.
+SMOLLM2 = ROOT / "models/smollm2-135m-instruct"
+FLAGS = ["-tp", 2, "-dcp", 2, "--max-model-len=4K", "--kv-cache-memory-bytes=128MiB"]
+RECOVERY_SECONDS = 30  # to load again; the law's 5 s is about streams, checked below
 
 
 def right_answer(cluster):
-    prompt = golden(MODEL)["len33"]
-    got = cluster.generate("--prompt-token-ids", ",".join(map(str, prompt["ids"])), "--temperature=0",
-                           "--ignore-eos", "--max-tokens", len(prompt["greedy"]))
-    assert got[0]["token_ids"] == prompt["greedy"]
+    prompt = json.loads(golden_dir("smollm2.json").read_text())["prompts"][0]
+    got = cluster.generate("--prompt", prompt["text"], "--temperature=0", "--max-tokens=64")
+    assert got[0]["token_ids"] == prompt["bf16"]["greedy"]
 
 
 class Stream:
     """A long request in the background."""
 
     def __init__(self, cluster, phase):
-        # Prefill in chunks of 8 keeps the group in it for a while; decode needs a short prompt.
-        ids = ",".join(["7"] * (480 if phase == "prefill" else 2))
+        num_prompt, num_output = (3000, 20) if phase == "prefill" else (2, 3000)
         self.process = subprocess.Popen(
-            [BIN / "weft", "generate", "--address", cluster.address, "--format=json",
-             f"--prompt-token-ids={ids}", "--ignore-eos", "--temperature=0",
-             "--max-tokens", "20" if phase == "prefill" else "500"],
+            [BIN / "weft", "generate", "--address", cluster.address, "--format=json", "--ignore-eos",
+             "--prompt-token-ids=" + ",".join(["7"] * num_prompt), f"--max-tokens={num_output}"],
             env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def end(self, timeout):
@@ -43,8 +41,7 @@ class Stream:
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["KILL", "STOP"])
 @pytest.mark.parametrize("victim", ["rank0", "rank1", "supervisor"])
 def test_a_lost_process_restarts_the_group(victim, sig, phase):
-    before = shared_memory()
-    with Cluster(golden_dir(MODEL), *FLAGS, wait=phase != "loading") as cluster:
+    with Cluster(SMOLLM2, *FLAGS, wait=phase != "loading") as cluster:
         if phase == "loading":
             wait_until(lambda: len(cluster.rank_pids()) == 2, 10, "ranks started")
         streams = [Stream(cluster, phase) for _ in range(3)] if phase in ("prefill", "decode") else []
@@ -56,11 +53,10 @@ def test_a_lost_process_restarts_the_group(victim, sig, phase):
         struck = time.monotonic()
 
         for stream in streams:
-            result = stream.end(timeout=10)
-            if "error" in result:
-                assert result["error"]["code"] == "UNAVAILABLE", result
-                assert result["error"]["reason"] == "RANK_LOST", result
-            assert time.monotonic() - struck < 6, "streams end within 5 s"
+            error = stream.end(timeout=10)["error"]
+            assert (error["code"], error["reason"]) == ("UNAVAILABLE", "RANK_LOST"), error
+            # 5 s, and what starting and stopping the client costs.
+            assert time.monotonic() - struck < 5.5, "streams end within 5 s"
 
         def group_is_new():
             new = cluster.rank_pids()
@@ -72,16 +68,15 @@ def test_a_lost_process_restarts_the_group(victim, sig, phase):
         tree = children(cluster.process.pid)
         assert cluster.stop() == 0
         assert not any(alive(p) for p in tree)
-    assert shared_memory() <= before
+    assert leaked_shared_memory([pid, *ranks.values(), *tree]) == []
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=["KILL", "TERM", "INT"])
 @pytest.mark.parametrize("phase", ["loading", "decode"])
 def test_nothing_is_left_of_an_offline_call(sig, phase):
-    before = shared_memory()
     process = subprocess.Popen(
-        [BIN / "weft", "generate", "--model", golden_dir(MODEL), *map(str, FLAGS), "--prompt-token-ids=5,6",
-         "--ignore-eos", "--max-tokens=500", "--temperature=0"],
+        [BIN / "weft", "generate", "--model", SMOLLM2, *map(str, FLAGS), "--prompt-token-ids=5,6",
+         "--ignore-eos", "--max-tokens=500"],
         env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_until(lambda: len(children(process.pid)) >= 4, 20, "children started")
     if phase == "decode":
@@ -90,4 +85,4 @@ def test_nothing_is_left_of_an_offline_call(sig, phase):
     process.send_signal(sig)
     process.wait(20)
     wait_until(lambda: not any(alive(p) for p in tree), 5, "children gone")
-    assert shared_memory() <= before
+    assert leaked_shared_memory(tree) == []

@@ -130,10 +130,11 @@ def test_broken_checkpoints_are_refused_as_their_index_says(tmp_path):
             assert code != 0 and (mentions in stderr or "error" in lines[0]), (name, stderr)
 
 
-def test_sigterm_lets_requests_finish(tmp_path):
-    with Cluster(golden_dir(MODEL), "-tp", 2, "-dcp", 2, "--dtype=float32") as running:
+def test_sigterm_lets_requests_finish():
+    flags = ["-tp", 2, "-dcp", 2, "--max-model-len=1K", "--kv-cache-memory-bytes=64MiB"]
+    with Cluster(ROOT / "models/smollm2-135m-instruct", *flags) as running:
         client = start(running)
         wait_until(lambda: running.status()["num_requests_running"] > 0, 10, "running")
-        assert running.stop() == 0
+        assert running.stop(timeout=90) == 0
         out, _ = client.communicate(timeout=20)
         assert len(json.loads(out)["token_ids"]) == 480
