@@ -12,6 +12,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
+#include <utility>
 
 #include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
@@ -23,85 +25,95 @@
 HWY_BEFORE_NAMESPACE();
 namespace weft::kernels::HWY_NAMESPACE {
 
-// Widens `count` (a multiple of 8) consecutive values.
 template <DType kDType>
-HWY_INLINE void Widen8(const std::byte* HWY_RESTRICT in, float* HWY_RESTRICT out) {
-  const hn::CappedTag<float, 8> d;
-  constexpr auto kStep = static_cast<int>(hn::MaxLanes(d));
-  for (int i = 0; i < 8; i += kStep) {
-    if constexpr (kDType == DType::kFloat32) {
-      hn::StoreU(hn::LoadU(d, reinterpret_cast<const float*>(in) + i), d, out + i);
-    } else if constexpr (kDType == DType::kBFloat16) {
-      const hn::Rebind<hwy::bfloat16_t, decltype(d)> db;
-      hn::StoreU(hn::PromoteTo(d, hn::LoadU(db, reinterpret_cast<const hwy::bfloat16_t*>(in) + i)),
-                 d, out + i);
-    } else {
-      const hn::Rebind<hwy::float16_t, decltype(d)> dh;
-      hn::StoreU(hn::PromoteTo(d, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(in) + i)),
-                 d, out + i);
-    }
+using KvValues = std::conditional_t<
+    kDType == DType::kFloat32, Float32Weights,
+    std::conditional_t<kDType == DType::kBFloat16, BFloat16Values, Float16Weights>>;
+
+// Widens `count` consecutive values, a multiple of 8.
+template <DType kDType>
+HWY_INLINE void Widen(const std::byte* HWY_RESTRICT in, std::int64_t count,
+                      float* HWY_RESTRICT out) {
+  std::int64_t i = 0;
+  for (; i + kPanelWidth <= count; i += kPanelWidth) {
+    PanelVec w[kVecs];
+    KvValues<kDType>::template Load<0>(in + i * DTypeBytes(kDType), w);
+    for (int v = 0; v < kVecs; ++v) hn::StoreU(w[v], PanelTag(), out + i + v * kLanes);
   }
+  for (; i < count; ++i) out[i] = LoadElement(in, i, kDType);
 }
 
-// Where the K or V of `kv_head` in the block of local token `token` starts.
-HWY_INLINE const std::byte* BlockOf(const GqaAttentionParams& p, const void* blocks,
-                                    std::int64_t slot, std::int64_t token, std::int64_t kv_head) {
+// A local token of a sequence and KV head: where its block's K or V is, and where in it.
+struct KvPlace {
+  const std::byte* block;
+  std::int32_t token;
+};
+
+HWY_INLINE KvPlace PlaceOf(const GqaAttentionParams& p, const void* blocks, std::int64_t slot,
+                           std::int64_t kv_head, std::int64_t token) {
   const std::int64_t block =
       p.block_table[slot * p.max_blocks_per_seq + token / p.block_tokens_per_rank];
   const std::int64_t head_elements = std::int64_t{p.block_tokens_per_rank} * p.head_dim;
-  return static_cast<const std::byte*>(blocks) +
-         (block * p.num_kv_heads + kv_head) * head_elements * DTypeBytes(p.kv_dtype);
+  return {static_cast<const std::byte*>(blocks) +
+              (block * p.num_kv_heads + kv_head) * head_elements * DTypeBytes(p.kv_dtype),
+          static_cast<std::int32_t>(token % p.block_tokens_per_rank)};
 }
 
-// K of the 16 tokens from `token` on (a multiple of 16), as [head_dim][16]; lanes at or past `end`
-// are left as they are or get what the block holds.
-template <DType kDType>
-void LoadKPanel(const GqaAttentionParams& p, std::int64_t slot, std::int64_t kv_head,
-                std::int64_t token, std::int64_t end, float* HWY_RESTRICT out) {
-  constexpr int kBytes = DTypeBytes(kDType);
-  const std::int32_t block_tokens = p.block_tokens_per_rank;
-  if (block_tokens % 16 == 0) {
-    const std::int64_t offset = token % block_tokens * p.head_dim;
-    const std::byte* in = BlockOf(p, p.k_blocks, slot, token, kv_head) + offset * kBytes;
-    const std::int64_t bytes_ahead = 4 * 16 * std::int64_t{p.head_dim} * kBytes;
-    for (std::int64_t i = 0; i < std::int64_t{16} * p.head_dim; i += 8) {
-      if (i * kBytes % 64 == 0) __builtin_prefetch(in + i * kBytes + bytes_ahead, 0, 2);
-      Widen8<kDType>(in + i * kBytes, out + i);
-    }
-    return;
-  }
-  for (std::int64_t t = token; t < std::min(token + 16, end); ++t) {
-    const std::byte* in = BlockOf(p, p.k_blocks, slot, t, kv_head);
-    const auto at = static_cast<std::int32_t>(t % block_tokens);
-    const std::int64_t first = KIndex(at, 0, p.head_dim, block_tokens);
-    const std::int64_t step = KIndex(at, 1, p.head_dim, block_tokens) - first;
-    for (std::int32_t dim = 0; dim < p.head_dim; ++dim) {
-      out[dim * 16 + (t - token)] = LoadElement(in, first + dim * step, kDType);
-    }
+// Calls body(key, end, place) for the stretches of [begin, end) that each lie in one block.
+template <typename Body>
+HWY_INLINE void ForBlocks(const GqaAttentionParams& p, const void* blocks, std::int64_t slot,
+                          std::int64_t kv_head, std::int64_t begin, std::int64_t end,
+                          const Body& body) {
+  for (std::int64_t key = begin; key < end;) {
+    const KvPlace place = PlaceOf(p, blocks, slot, kv_head, key);
+    const std::int64_t stop = std::min(end, key + p.block_tokens_per_rank - place.token);
+    body(key, stop, place);
+    key = stop;
   }
 }
 
-// V of tokens [begin, end) of the tile from `tile` on, as [ceil(head_dim / 16)][kTileKeys][16].
+// K of keys [begin, end) of the tile from `tile` on as panels [kTileKeys / 16][head_dim][16]. Lanes
+// outside get what the block holds, or keep what they have.
 template <DType kDType>
-void LoadVPanels(const GqaAttentionParams& p, std::int64_t slot, std::int64_t kv_head,
-                 std::int64_t tile, std::int64_t begin, std::int64_t end, float* HWY_RESTRICT out) {
-  constexpr int kBytes = DTypeBytes(kDType);
-  const std::int64_t row_bytes = std::int64_t{p.head_dim} * kBytes;
-  for (std::int64_t token = begin; token < end;) {
-    const std::int64_t at = token % p.block_tokens_per_rank;
-    const std::int64_t run = std::min(end - token, p.block_tokens_per_rank - at);
-    const std::byte* in = BlockOf(p, p.v_blocks, slot, token, kv_head) + at * row_bytes;
-    for (std::int64_t i = 0; i < run; ++i, in += row_bytes) {
-      float* row = out + (token + i - tile) * kPanelWidth;
-      for (std::int64_t dim = 0; dim < p.head_dim; dim += 8) {
-        if (dim * kBytes % 64 == 0) {
-          __builtin_prefetch(in + dim * kBytes + kTileKeys * row_bytes, 0, 2);
-        }
-        Widen8<kDType>(in + dim * kBytes, row + dim / 16 * (kTileKeys * kPanelWidth) + dim % 16);
+void WidenK(const GqaAttentionParams& p, std::int64_t slot, std::int64_t kv_head, std::int64_t tile,
+            std::int64_t begin, std::int64_t end, float* HWY_RESTRICT out) {
+  const std::int64_t dim = p.head_dim;
+  const std::int64_t first = begin / kPanelWidth * kPanelWidth;
+  const auto body = [&](std::int64_t key, std::int64_t stop, const KvPlace& place) HWY_ATTR {
+    if (p.block_tokens_per_rank % kPanelWidth == 0) {
+      const std::int64_t panels = (stop - key + kPanelWidth - 1) / kPanelWidth;
+      Widen<kDType>(place.block + place.token * dim * DTypeBytes(kDType),
+                    panels * kPanelWidth * dim, out + (key - tile) * dim);
+      return;
+    }
+    for (std::int32_t token = place.token; key < stop; ++key, ++token) {
+      const std::int64_t from = KIndex(token, 0, p.head_dim, p.block_tokens_per_rank);
+      const std::int64_t step = KIndex(token, 1, p.head_dim, p.block_tokens_per_rank) - from;
+      const std::int64_t lane = (key - tile) % kPanelWidth;
+      float* to = out + (key - tile - lane) * dim + lane;
+      for (std::int64_t i = 0; i < dim; ++i) {
+        to[i * kPanelWidth] = LoadElement(place.block, from + i * step, kDType);
       }
     }
-    token += run;
-  }
+  };
+  ForBlocks(p, p.k_blocks, slot, kv_head, first, end, body);
+}
+
+// V of keys [begin, end) of the tile from `tile` on as [kTileKeys][PaddedDim].
+template <DType kDType>
+void WidenV(const GqaAttentionParams& p, std::int64_t slot, std::int64_t kv_head, std::int64_t tile,
+            std::int64_t begin, std::int64_t end, float* HWY_RESTRICT out) {
+  const std::int64_t dim = p.head_dim;
+  const std::int64_t padded = PaddedDim(dim);
+  const auto body = [&](std::int64_t key, std::int64_t stop, const KvPlace& place) HWY_ATTR {
+    const std::byte* in = place.block + place.token * dim * DTypeBytes(kDType);
+    float* to = out + (key - tile) * padded;
+    if (dim == padded) return Widen<kDType>(in, (stop - key) * dim, to);
+    for (; key < stop; ++key, in += dim * DTypeBytes(kDType), to += padded) {
+      Widen<kDType>(in, dim, to);
+    }
+  };
+  ForBlocks(p, p.v_blocks, slot, kv_head, begin, end, body);
 }
 
 // One query's step of the online softmax: turns scores[lo, hi) of a tile into weights relative to
@@ -139,40 +151,122 @@ HWY_INLINE void SoftmaxStep(float* HWY_RESTRICT scores, std::int64_t lo, std::in
   }
 }
 
-// The tile of keys from `tile` on, of which the rows see [begin, end) together.
+// The keys of a tile that some row of an item sees, [begin, end), and the rows' queries.
+struct TileKeys {
+  std::int64_t slot;
+  std::int64_t kv_head;
+  std::int64_t tile;
+  std::int64_t begin;
+  std::int64_t end;
+  std::int64_t last;  // what the item sees of the sequence ends here
+  bool direct;        // K and V are used as they lie in memory, not widened first
+};
+
+// Where the keys that follow `key` by a tile are: worth a hint while `key` is at work. Null if
+// there are none.
+HWY_INLINE const std::byte* NextTile(const GqaAttentionParams& p, const TileKeys& keys,
+                                     const void* blocks, std::int64_t key) {
+  key += kTileKeys;
+  if (key >= keys.last) return nullptr;
+  const KvPlace place = PlaceOf(p, blocks, keys.slot, keys.kv_head, key);
+  return place.block + place.token * std::int64_t{p.head_dim} * DTypeBytes(p.kv_dtype);
+}
+
+// scores[q][key - tile] = q . k, for whole panels of keys.
+template <DType kDType>
+void Scores(const GqaAttentionParams& p, const TileKeys& keys, std::int64_t num_queries,
+            const AttentionScratch& scratch) {
+  const std::int64_t dim = p.head_dim;
+  std::fill_n(scratch.scores, num_queries * kTileKeys, 0.0F);
+  const std::int64_t first = keys.begin / kPanelWidth * kPanelWidth;
+  const auto multiply = [&](auto values, const std::byte* data, std::int64_t key, std::int64_t stop,
+                            const std::byte* next) HWY_ATTR {
+    using Values = decltype(values);
+    const std::int64_t stride = kPanelWidth * dim * Values::kElementBytes;
+    const std::int64_t panels = (stop - key + kPanelWidth - 1) / kPanelWidth;
+    PanelProduct<Values>(scratch.q, dim, num_queries, dim,
+                         {.data = data,
+                          .stride_bytes = stride,
+                          .step_bytes = PanelStep<Values>(),
+                          .count = panels,
+                          .acc = scratch.scores + (key - keys.tile),
+                          .acc_stride = kTileKeys,
+                          .acc_panel_stride = kPanelWidth,
+                          .next = next,
+                          .next_bytes = panels * stride});
+  };
+  if (keys.direct) {
+    const auto body = [&](std::int64_t key, std::int64_t stop, const KvPlace& place) HWY_ATTR {
+      const std::byte* data = place.block + place.token * dim * DTypeBytes(kDType);
+      multiply(KvValues<kDType>(), data, key, stop, NextTile(p, keys, p.k_blocks, key));
+    };
+    ForBlocks(p, p.k_blocks, keys.slot, keys.kv_head, first, keys.end, body);
+    return;
+  }
+  WidenK<kDType>(p, keys.slot, keys.kv_head, keys.tile, keys.begin, keys.end, scratch.k);
+  const auto* data = reinterpret_cast<const std::byte*>(scratch.k + (first - keys.tile) * dim);
+  multiply(Float32Weights(), data, first, keys.end, nullptr);
+}
+
+// records[q] += sum over keys [begin, end) of weights[q][key - tile] * v[key].
+template <DType kDType>
+void AddValues(const GqaAttentionParams& p, const TileKeys& keys, std::int64_t begin,
+               std::int64_t end, const float* HWY_RESTRICT weights, std::int64_t num_queries,
+               const AttentionScratch& scratch, float* HWY_RESTRICT records) {
+  const std::int64_t padded = PaddedDim(p.head_dim);
+  const auto multiply = [&](auto values, const std::byte* data, std::int64_t key, std::int64_t stop,
+                            const std::byte* next) HWY_ATTR {
+    using Values = decltype(values);
+    const std::int64_t row_bytes = padded * Values::kElementBytes;
+    PanelProduct<Values>(weights + (key - keys.tile), kTileKeys, num_queries, stop - key,
+                         {.data = data,
+                          .stride_bytes = kPanelWidth * Values::kElementBytes,
+                          .step_bytes = row_bytes,
+                          .count = padded / kPanelWidth,
+                          .acc = records,
+                          .acc_stride = RecordFloats(p.head_dim),
+                          .acc_panel_stride = kPanelWidth,
+                          .next = next,
+                          .next_bytes = (stop - key) * row_bytes});
+  };
+  if (keys.direct) {
+    const auto body = [&](std::int64_t key, std::int64_t stop, const KvPlace& place) HWY_ATTR {
+      const std::byte* data = place.block + place.token * padded * DTypeBytes(kDType);
+      multiply(KvValues<kDType>(), data, key, stop, NextTile(p, keys, p.v_blocks, key));
+    };
+    ForBlocks(p, p.v_blocks, keys.slot, keys.kv_head, begin, end, body);
+    return;
+  }
+  const auto* data = reinterpret_cast<const std::byte*>(scratch.v + (begin - keys.tile) * padded);
+  multiply(Float32Weights(), data, begin, end, nullptr);
+}
+
+// The keys of one tile for all rows of an item.
 template <DType kDType>
 void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int64_t tile,
                 std::int64_t begin, std::int64_t end, const AttentionScratch& scratch,
                 float* HWY_RESTRICT records) {
-  const std::int64_t padded_dim = PaddedDim(p.head_dim);
+  const std::int64_t padded = PaddedDim(p.head_dim);
   const std::int64_t record_floats = RecordFloats(p.head_dim);
-  const std::int64_t slot = p.row_slot[item.first_row];
   const std::int64_t num_rows = item.end_row - item.first_row;
   const std::int64_t heads = item.end_head - item.first_head;
-
-  const std::int64_t first_key = begin / 16 * 16;
-  const std::int64_t panel_floats = p.head_dim * kPanelWidth;
-  std::int64_t num_panels = 0;
-  for (std::int64_t key = first_key; key < end; key += 16, ++num_panels) {
-    LoadKPanel<kDType>(p, slot, item.kv_head, key, end, scratch.k + num_panels * panel_floats);
-  }
-  for (std::int64_t i = 0; i < num_rows * heads; ++i) {
-    std::fill_n(scratch.scores + i * kTileKeys, kTileKeys, 0.0F);
-  }
-  PanelProduct<Float32Weights>(scratch.q, p.head_dim, num_rows * heads, p.head_dim,
-                               {.data = reinterpret_cast<const std::byte*>(scratch.k),
-                                .stride_bytes = panel_floats * 4,
-                                .count = num_panels,
-                                .acc = scratch.scores + (first_key - tile),
-                                .acc_stride = kTileKeys,
-                                .acc_panel_stride = kPanelWidth});
-  LoadVPanels<kDType>(p, slot, item.kv_head, tile, begin, end, scratch.v);
+  // Few queries: one or two passes, which widening would only prolong.
+  const TileKeys keys = {.slot = p.row_slot[item.first_row],
+                         .kv_head = item.kv_head,
+                         .tile = tile,
+                         .begin = begin,
+                         .end = end,
+                         .last = p.visible_len[item.end_row - 1],
+                         .direct = num_rows * heads <= 2 * kTileRows && padded == p.head_dim &&
+                                   p.block_tokens_per_rank % kPanelWidth == 0};
+  Scores<kDType>(p, keys, num_rows * heads, scratch);
+  if (!keys.direct) WidenV<kDType>(p, keys.slot, keys.kv_head, tile, begin, end, scratch.v);
 
   const auto bounds = [&](std::int64_t row) {
     const std::int64_t lo = std::max<std::int64_t>(p.first_visible[item.first_row + row], tile);
     const std::int64_t hi =
         std::min<std::int64_t>(p.visible_len[item.first_row + row], tile + kTileKeys);
-    return std::pair(lo - tile, std::max(lo, hi) - tile);
+    return std::pair(lo, std::max(lo, hi));
   };
   // Rows that see the same keys go together: all of them but on the diagonal.
   for (std::int64_t row = 0; row < num_rows;) {
@@ -184,16 +278,10 @@ void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int
       float* group = records + row * heads * record_floats;
       const std::int64_t queries = (end_row - row) * heads;
       for (std::int64_t i = 0; i < queries; ++i) {
-        SoftmaxStep(scores + i * kTileKeys, lo, hi, group + i * record_floats, padded_dim);
+        SoftmaxStep(scores + i * kTileKeys, lo - tile, hi - tile, group + i * record_floats,
+                    padded);
       }
-      PanelProduct<Float32Weights>(
-          scores + lo, kTileKeys, queries, hi - lo,
-          {.data = reinterpret_cast<const std::byte*>(scratch.v + lo * kPanelWidth),
-           .stride_bytes = kTileKeys * kPanelWidth * 4,
-           .count = padded_dim / kPanelWidth,
-           .acc = group,
-           .acc_stride = record_floats,
-           .acc_panel_stride = kPanelWidth});
+      AddValues<kDType>(p, keys, lo, hi, scores, queries, scratch, group);
     }
     row = end_row;
   }

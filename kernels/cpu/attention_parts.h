@@ -35,7 +35,7 @@ struct AttentionScratch {
   float* q;        // [queries, head_dim], scaled
   float* scores;   // [queries, kTileKeys]
   float* k;        // [kTileKeys / 16, head_dim, 16]
-  float* v;        // [PaddedDim / 16, kTileKeys, 16]
+  float* v;        // [kTileKeys, PaddedDim]
   float* part;     // [queries, RecordFloats]
   float* running;  // [queries, RecordFloats]
 

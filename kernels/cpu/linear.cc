@@ -42,6 +42,7 @@ constexpr std::int64_t kDirectPanels = 2;
 // Up to here widening costs more than it saves.
 constexpr std::int64_t kDirectRows = 2 * kTileRows;
 constexpr std::int64_t kPrefetchBytes = 4096;
+constexpr std::int64_t kUnhintedRows = 3;
 constexpr std::int64_t kBlockedPanels = kMaxSums / (kTileRows * kVecs) > 1 ? 2 : 1;
 
 // y = acc + bias + residual for rows [row, row + num_rows) of one panel.
@@ -96,14 +97,21 @@ void LinearDirect(const LinearParams& p, std::int64_t panel, std::int64_t count,
                   const std::byte* data, std::int64_t panel_bytes) {
   constexpr std::int64_t kPanelFloats = kDirectRows * kPanelWidth;
   HWY_ALIGN float acc[kDirectPanels * kPanelFloats] = {};
+  // One pass over the panels streams by itself, or with a hint close by; while it takes two, the
+  // next panels can come all the way.
+  const std::byte* ahead = nullptr;
+  if (p.num_rows > kUnhintedRows) {
+    ahead = data + (p.num_rows < kTileRows ? kPrefetchBytes : panel_bytes);
+  }
   PanelProduct<Weights>(p.x, p.x_stride, p.num_rows, p.weight->in_features(),
                         {.data = data,
                          .stride_bytes = panel_bytes,
+                         .step_bytes = PanelStep<Weights>(),
                          .count = count,
                          .acc = acc,
                          .acc_stride = kPanelWidth,
                          .acc_panel_stride = kPanelFloats,
-                         .next = data + (p.num_rows < kTileRows ? kPrefetchBytes : panel_bytes),
+                         .next = ahead,
                          .next_bytes = count * panel_bytes});
   for (std::int64_t i = 0; i < count; ++i) {
     StorePanel(p, 0, p.num_rows, panel + i, acc + i * kPanelFloats);
@@ -140,6 +148,7 @@ void LinearBlocked(const LinearParams& p, std::int64_t panel, std::int64_t count
     PanelProduct<Float32Weights>(p.x + row * p.x_stride + k, p.x_stride, num_rows, depth,
                                  {.data = piece,
                                   .stride_bytes = piece_bytes,
+                                  .step_bytes = PanelStep<Float32Weights>(),
                                   .count = count,
                                   .acc = acc,
                                   .acc_stride = kPanelWidth,
@@ -191,11 +200,13 @@ HWY_EXPORT(LinearTask);
 
 namespace {
 
+constexpr std::int64_t kRowTile = 12;  // a multiple of every target's
+
 // Rows of x that stay in L2 (256 KB of it) while a thread's panels pass over them.
 std::int64_t MaxRowBlock(std::int64_t in_features) {
   constexpr std::int64_t kFloats = 64 * 1024;
-  constexpr std::int64_t kTile = 12;  // a multiple of every target's
-  return std::clamp<std::int64_t>(kFloats / in_features / kTile * kTile, 2 * kTile, kMaxRowBlock);
+  return std::clamp<std::int64_t>(kFloats / in_features / kRowTile * kRowTile, 2 * kRowTile,
+                                  kMaxRowBlock);
 }
 
 // Enough tasks for threads that share cores with other ranks to even out; with one block of rows,
@@ -222,7 +233,7 @@ absl::Status Linear(const LinearParams& params, Stream& stream) {
   ThreadPool& pool = PoolOf(stream);
   const std::int64_t panels = CeilDiv(weight.out_features(), kPanelWidth);
   const std::int64_t row_blocks = CeilDiv(params.num_rows, MaxRowBlock(weight.in_features()));
-  const std::int64_t rows = CeilDiv(params.num_rows, row_blocks);
+  const std::int64_t rows = CeilDiv(CeilDiv(params.num_rows, row_blocks), kRowTile) * kRowTile;
   const std::int64_t per_task = PanelsPerTask(weight, row_blocks, pool.num_threads());
   const auto task = HWY_DYNAMIC_DISPATCH(LinearTask);
   pool.ParallelFor(CeilDiv(panels, per_task) * row_blocks, [&](std::int64_t i, int /*thread*/) {

@@ -87,10 +87,25 @@ struct Float16Weights {
   }
 };
 
+// bfloat16 in the order of the others, as K and V are.
+struct BFloat16Values {
+  static constexpr int kDepth = 1;
+  static constexpr int kElementBytes = 2;
+  template <int kInput>
+  HWY_INLINE static void Load(const std::byte* p, PanelVec (&w)[kVecs]) {
+    const hn::Rebind<hwy::bfloat16_t, PanelTag> db;
+    for (int v = 0; v < kVecs; ++v) {
+      w[v] = hn::PromoteTo(PanelTag(),
+                           hn::LoadU(db, reinterpret_cast<const hwy::bfloat16_t*>(p) + v * kLanes));
+    }
+  }
+};
+
 // A few panels side by side, and where their sums are.
 struct PanelRun {
   const std::byte* data;
   std::int64_t stride_bytes;  // from panel to panel
+  std::int64_t step_bytes;    // from kDepth inputs to the next; PanelStep() where they are dense
   std::int64_t count;
   float* acc;               // [count, rows, 16]
   std::int64_t acc_stride;  // floats from row to row
@@ -100,18 +115,24 @@ struct PanelRun {
   std::int64_t next_bytes = 0;
 };
 
+template <typename Weights>
+constexpr std::int64_t PanelStep() {
+  return std::int64_t{Weights::kDepth} * kPanelWidth * Weights::kElementBytes;
+}
+
 // For kPanels panels from `panel` on: acc[r][0..16) += sum over k of x[r][k] * panel[k][0..16),
 // k ascending, one chain of multiply-adds a value: however rows and panels are grouped and k is
 // cut, a value sees the same additions in the same order.
 // `next`: hinted, next_step bytes further with each k.
 template <typename Weights, int kRows, int kPanels, bool kPrefetch>
 HWY_INLINE void PanelTile(const float* HWY_RESTRICT x, std::int64_t x_stride, std::int64_t depth,
-                          const std::byte* HWY_RESTRICT panel, std::int64_t stride_bytes,
-                          float* HWY_RESTRICT acc, std::int64_t acc_stride,
-                          std::int64_t acc_panel_stride, const std::byte* next,
-                          std::int64_t next_step) {
+                          const std::byte* HWY_RESTRICT panel, const PanelRun& run,
+                          float* HWY_RESTRICT acc, const std::byte* next, std::int64_t next_step) {
   constexpr int kDepth = Weights::kDepth;
-  constexpr int kStepBytes = kDepth * kPanelWidth * Weights::kElementBytes;
+  const std::int64_t stride_bytes = run.stride_bytes;
+  const std::int64_t step_bytes = run.step_bytes;
+  const std::int64_t acc_stride = run.acc_stride;
+  const std::int64_t acc_panel_stride = run.acc_panel_stride;
   const PanelTag d;
   PanelVec sum[kPanels][kRows][kVecs];
   const auto for_sums = [&](const auto& body) HWY_ATTR {
@@ -126,19 +147,20 @@ HWY_INLINE void PanelTile(const float* HWY_RESTRICT x, std::int64_t x_stride, st
   for_sums([&](PanelVec& value, const float* at) HWY_ATTR { value = hn::LoadU(d, at); });
   const auto step = [&](auto input, std::int64_t k) HWY_ATTR {
     constexpr int kInput = decltype(input)::value;
-    PanelVec w[kPanels][kVecs];
     for (int p = 0; p < kPanels; ++p) {
-      Weights::template Load<kInput>(panel + p * stride_bytes, w[p]);
-    }
-    for (int r = 0; r < kRows; ++r) {
-      const PanelVec b = hn::Set(d, x[r * x_stride + k + kInput]);
-      for (int p = 0; p < kPanels; ++p) {
-        for (int v = 0; v < kVecs; ++v) sum[p][r][v] = hn::MulAdd(w[p][v], b, sum[p][r][v]);
+      // Hides that x is broadcast again for the next panel: kept, it would take more registers
+      // than there are.
+      if (p > 0) __asm__("" : "+r"(x));
+      PanelVec w[kVecs];
+      Weights::template Load<kInput>(panel + p * stride_bytes, w);
+      for (int r = 0; r < kRows; ++r) {
+        const PanelVec b = hn::Set(d, x[r * x_stride + k + kInput]);
+        for (int v = 0; v < kVecs; ++v) sum[p][r][v] = hn::MulAdd(w[v], b, sum[p][r][v]);
       }
     }
   };
   std::int64_t k = 0;
-  for (; k + kDepth <= depth; k += kDepth, panel += kStepBytes) {
+  for (; k + kDepth <= depth; k += kDepth, panel += step_bytes) {
     if constexpr (kPrefetch) {
       __builtin_prefetch(next, 0, 2);
       next += next_step * kDepth;
@@ -171,24 +193,22 @@ HWY_INLINE void PanelProduct(const float* HWY_RESTRICT x, std::int64_t x_stride,
       const auto panels = [&](auto num_panels, auto prefetch, std::int64_t first) HWY_ATTR {
         constexpr int kPanels = decltype(num_panels)::value;
         PanelTile<Weights, kRows, kPanels, decltype(prefetch)::value>(
-            x + row * x_stride, x_stride, depth, run.data + first * run.stride_bytes,
-            run.stride_bytes, run.acc + first * run.acc_panel_stride + row * run.acc_stride,
-            run.acc_stride, run.acc_panel_stride,
+            x + row * x_stride, x_stride, depth, run.data + first * run.stride_bytes, run,
+            run.acc + first * run.acc_panel_stride + row * run.acc_stride,
             run.next + (tile * run.count + first) * depth * next_step, next_step);
+      };
+      const auto hinted = [&](auto num_panels, std::int64_t first) HWY_ATTR {
+        if (run.next != nullptr) {
+          panels(num_panels, std::true_type(), first);
+        } else {
+          panels(num_panels, std::false_type(), first);
+        }
       };
       std::int64_t panel = 0;
       if constexpr (2 * kRows * kVecs <= kMaxSums) {
-        for (; panel + 2 <= run.count; panel += 2) {
-          panels(std::integral_constant<int, 2>(), std::false_type(), panel);
-        }
+        for (; panel + 2 <= run.count; panel += 2) hinted(std::integral_constant<int, 2>(), panel);
       }
-      for (; panel < run.count; ++panel) {
-        if (run.next != nullptr) {
-          panels(std::integral_constant<int, 1>(), std::true_type(), panel);
-        } else {
-          panels(std::integral_constant<int, 1>(), std::false_type(), panel);
-        }
-      }
+      for (; panel < run.count; ++panel) hinted(std::integral_constant<int, 1>(), panel);
     });
     row = end;
   }
