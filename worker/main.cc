@@ -110,6 +110,7 @@ int Main(int argc, char** argv) {
   if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
   absl::Status status = Check(flags);
   if (status.ok()) status = kernels::InitCpuTarget();
+  if (status.ok() && !flags.rank.has_value()) status = CheckModel(flags);
   if (!status.ok()) {
     std::fprintf(stderr, "weft-worker: %s\n", std::string(status.message()).c_str());
     return kExitConfigError;

@@ -412,6 +412,10 @@ int RunFollower(const RankProcessOptions& options, SignalWatch& signals, Supervi
 
 }  // namespace
 
+absl::Status CheckModel(const GroupFlags& flags) {
+  return RankModel::Check(ModelOptionsOf({.group = flags}));
+}
+
 int RunRankProcess(const RankProcessOptions& options, TerminationSignals& signals,
                    SupervisorLink& link) {
   SignalWatch watch(signals);

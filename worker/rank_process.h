@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/group_flags.h"
 #include "server/signals.h"
@@ -23,6 +24,9 @@ struct RankProcessOptions {
   absl::Duration join_timeout = absl::Minutes(30);  // leader: for all followers to have loaded
   absl::Duration drain_timeout = absl::Seconds(30);
 };
+
+// What can be wrong with the model or the layout, found before any rank is started.
+absl::Status CheckModel(const GroupFlags& flags);
 
 // The life of one rank, from loading to SIGTERM; returns the process's exit code. Rank 0 is the
 // leader. What is wrong with flags or files is one line on standard error and kExitConfigError;

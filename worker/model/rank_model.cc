@@ -46,24 +46,56 @@ absl::StatusOr<std::int32_t> BlocksThatFit(const RankModelOptions& options,
   return static_cast<std::int32_t>(blocks);
 }
 
+// The largest N that still removes copies, with this layout's T.
+std::int32_t LargestUsefulDcp(const ShardLayout& layout, const ModelConfig& config) {
+  std::int32_t useful = 1;
+  double copies = 0;
+  for (std::int32_t n = 1; n <= layout.tensor_parallel_size(); ++n) {
+    const absl::StatusOr<ShardLayout> other = ShardLayout::Create(
+        {.tensor_parallel_size = layout.tensor_parallel_size(), .decode_context_parallel_size = n},
+        {.num_q_heads = config.num_q_heads, .num_kv_heads = config.num_kv_heads}, 0);
+    if (!other.ok()) continue;  // n does not divide T
+    if (n > 1 && other->KvCopies() >= copies) continue;
+    copies = other->KvCopies();
+    useful = n;
+  }
+  return useful;
+}
+
+// A model as its files describe it, before any weight is read.
+struct Described {
+  ModelConfig config;
+  ShardLayout layout;
+  std::unique_ptr<Checkpoint> checkpoint;
+
+  static absl::StatusOr<Described> Read(const RankModelOptions& options) {
+    ASSIGN_OR_RETURN(ModelConfig config, LoadModelConfig(options.model_dir));
+    ASSIGN_OR_RETURN(ShardLayout layout, ShardLayout::Create(options.layout,
+                                                             {.num_q_heads = config.num_q_heads,
+                                                              .num_kv_heads = config.num_kv_heads},
+                                                             options.rank));
+    if (options.max_model_len.has_value() &&
+        *options.max_model_len > config.max_position_embeddings) {
+      return absl::InvalidArgumentError(
+          fmt::format("--max-model-len is {}; this model has positions for at most {}",
+                      *options.max_model_len, config.max_position_embeddings));
+    }
+    ASSIGN_OR_RETURN(std::unique_ptr<Checkpoint> checkpoint, Checkpoint::Open(options.model_dir));
+    RETURN_IF_ERROR(CheckLlamaTensors(config, *checkpoint));
+    return Described{std::move(config), layout, std::move(checkpoint)};
+  }
+};
+
 }  // namespace
+
+absl::Status RankModel::Check(const RankModelOptions& options) {
+  return Described::Read(options).status();
+}
 
 absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kernels::Stream& stream,
                                           const std::function<void(int done, int of)>& on_layer) {
-  ASSIGN_OR_RETURN(ModelConfig config, LoadModelConfig(options.model_dir));
-  ASSIGN_OR_RETURN(ShardLayout layout, ShardLayout::Create(options.layout,
-                                                           {.num_q_heads = config.num_q_heads,
-                                                            .num_kv_heads = config.num_kv_heads},
-                                                           options.rank));
-  if (options.max_model_len.has_value() &&
-      *options.max_model_len > config.max_position_embeddings) {
-    return absl::InvalidArgumentError(
-        fmt::format("--max-model-len is {}; this model has positions for at most {}",
-                    *options.max_model_len, config.max_position_embeddings));
-  }
-  ASSIGN_OR_RETURN(std::unique_ptr<Checkpoint> checkpoint, Checkpoint::Open(options.model_dir));
-  RETURN_IF_ERROR(CheckLlamaTensors(config, *checkpoint));
-
+  ASSIGN_OR_RETURN(Described described, Described::Read(options));
+  auto& [config, layout, checkpoint] = described;
   const DType dtype = options.dtype.value_or(config.dtype);
   const DType kv_dtype =
       options.kv_cache_dtype.value_or(dtype == DType::kFloat32 ? DType::kFloat32 : DType::kFloat16);
@@ -117,26 +149,24 @@ std::string RankModel::Summary(std::int32_t group_blocks, std::int64_t max_model
   std::string text = fmt::format(
       "layout: tensor_parallel_size {} x decode_context_parallel_size {}, block_size {} "
       "({} tokens a rank), cp_kv_cache_interleave_size {}\n"
-      "kv cache: {} bytes per token per rank ({} stored for {:.2f} copies of each entry over the "
-      "group), {}\n"
+      "kv cache: {} bytes per token per rank, {:.2f} copies of each entry over the group, {}\n"
       "kv capacity: {} blocks = {} tokens, {:.1f} sequences of max_model_len {}\n",
       layout.tensor_parallel_size(), n, layout.block_size(), layout.block_tokens_per_rank(),
-      layout.interleave(), kv_shape.BytesPerLocalToken() / n, kv_shape.BytesPerLocalToken(),
-      layout.KvCopies(), DTypeName(kv_shape.dtype), group_blocks, capacity,
+      layout.interleave(), kv_shape.BytesPerLocalToken() / n, layout.KvCopies(),
+      DTypeName(kv_shape.dtype), group_blocks, capacity,
       static_cast<double>(capacity) / static_cast<double>(max_model_len), max_model_len);
-  // Copies that tensor parallelism alone would leave are what DCP removes.
-  const std::int32_t most_useful =
-      std::max(1, layout.tensor_parallel_size() / std::max(1, config.num_kv_heads));
-  if (n > most_useful) {
+  const std::int32_t useful = LargestUsefulDcp(layout, config);
+  if (n > useful) {
     text += fmt::format(
-        "note: with {} KV heads a decode_context_parallel_size above {} evens the shards out but "
-        "removes no copy\n",
-        config.num_kv_heads, most_useful);
-  } else if (n < most_useful) {
+        "note: decode_context_parallel_size above {} removes no further copy of this model's KV: "
+        "it "
+        "evens the shards out and adds collectives, but saves no memory\n",
+        useful);
+  } else if (n < useful) {
     text += fmt::format(
-        "note: each entry is stored {:.2f} times; decode_context_parallel_size up to {} removes "
+        "note: each KV entry is stored {:.2f} times; decode_context_parallel_size up to {} removes "
         "copies\n",
-        layout.KvCopies(), most_useful);
+        layout.KvCopies(), useful);
   }
   return text;
 }

@@ -46,9 +46,12 @@ struct RankModel {
   std::int32_t num_blocks = 0;    // that this rank's budget holds; the group uses the minimum
   std::uint64_t fingerprint = 0;  // of the checkpoint
 
-  // Checks everything that can be checked before weights are read, then reads them. Errors are for
-  // the user: they name the flag or file, what was seen, and what is allowed. `on_layer(done, of)`
-  // reports progress.
+  // What can be checked before weights are read: config, layout, lengths, every tensor's shape. A
+  // supervisor asks before it starts ranks, so that a mistake is one line and not one per rank.
+  // Errors are for the user: they name the flag or file, what was seen, and what is allowed.
+  static absl::Status Check(const RankModelOptions& options);
+
+  // Check(), then reads the weights. `on_layer(done, of)` reports progress.
   static absl::StatusOr<RankModel> Load(const RankModelOptions& options, kernels::Stream& stream,
                                         const std::function<void(int done, int of)>& on_layer);
 
