@@ -14,6 +14,10 @@
 #include "server/grpc_status.h"
 #include "weft/v1/inference.grpc.pb.h"
 
+// For LeakSanitizer: c-ares keeps the name it last looked up.
+extern "C" const char* __lsan_default_suppressions();
+extern "C" const char* __lsan_default_suppressions() { return "leak:libcares"; }
+
 namespace weft {
 namespace {
 
