@@ -2,35 +2,81 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <cstdint>
+
 #include "fmt/format.h"
+#include "server/base/mutex.h"
 
 namespace weft::kernels {
-namespace {
 
-constexpr std::int64_t kHugePageBytes = std::int64_t{2} << 20;
+// Memory in whole huge pages, given back when the last buffer in it is gone. Most weights of a
+// small model are smaller than a huge page: many of them share a slab, each byte of which is given
+// out once and hence still zero.
+class Buffer::Slab {
+ public:
+  // Null when the memory cannot be had.
+  static std::shared_ptr<Slab> Map(std::int64_t bytes) {
+    const std::int64_t mapped = bytes + kHugePageBytes;
+    void* memory = mmap(nullptr, static_cast<std::size_t>(mapped), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    auto slab = std::make_shared<Slab>();
+    slab->memory_ = static_cast<std::byte*>(memory);
+    slab->mapped_bytes_ = mapped;
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    slab->used_bytes_ = static_cast<std::int64_t>(-address % kHugePageBytes);
+    madvise(memory, static_cast<std::size_t>(mapped), MADV_HUGEPAGE);
+    return slab;
+  }
 
-}  // namespace
+  Slab() = default;
+  ~Slab() { munmap(memory_, static_cast<std::size_t>(mapped_bytes_)); }
+  Slab(const Slab&) = delete;
+  Slab& operator=(const Slab&) = delete;
 
-Buffer::~Buffer() {
-  if (data_ != nullptr) munmap(data_, static_cast<std::size_t>(size_bytes_));
-}
+  std::int64_t free_bytes() const { return mapped_bytes_ - used_bytes_; }
+
+  std::byte* Take(std::int64_t bytes) {
+    std::byte* data = memory_ + used_bytes_;
+    used_bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return data;
+  }
+
+  static constexpr std::int64_t kHugePageBytes = std::int64_t{2} << 20;
+  static constexpr std::int64_t kSharedBytes = std::int64_t{32} << 20;
+
+ private:
+  static constexpr std::int64_t kAlignment = 64;
+
+  std::byte* memory_ = nullptr;
+  std::int64_t mapped_bytes_ = 0;
+  std::int64_t used_bytes_ = 0;
+};
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
+  std::swap(slab_, other.slab_);
   std::swap(data_, other.data_);
   std::swap(size_bytes_, other.size_bytes_);
   return *this;
 }
 
 absl::StatusOr<Buffer> Buffer::Allocate(std::int64_t bytes) {
+  static Mutex mutex;
+  static std::weak_ptr<Slab> shared;  // the slab that small buffers come from
   Buffer buffer;
   if (bytes == 0) return buffer;
-  void* data = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (data == MAP_FAILED) {
+  const bool shares = bytes < Slab::kSharedBytes / 4;
+  MutexLock lock(mutex);
+  if (shares) buffer.slab_ = shared.lock();
+  if (buffer.slab_ == nullptr || buffer.slab_->free_bytes() < bytes) {
+    buffer.slab_ = Slab::Map(shares ? Slab::kSharedBytes : bytes);
+    if (shares) shared = buffer.slab_;
+  }
+  if (buffer.slab_ == nullptr) {
     return absl::ResourceExhaustedError(fmt::format("cannot allocate {} bytes", bytes));
   }
-  if (bytes >= kHugePageBytes) madvise(data, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
-  buffer.data_ = static_cast<std::byte*>(data);
+  buffer.data_ = buffer.slab_->Take(bytes);
   buffer.size_bytes_ = bytes;
   return buffer;
 }

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -10,10 +11,11 @@
 namespace weft::kernels {
 
 // Memory of a device, 64-byte aligned, zeroed, in huge pages where the kernel gives them. Movable.
+// Small buffers share mappings: meant for what lives long (weights, KV, workspaces), not for what
+// comes and goes with a request. Allocation and destruction may happen on any thread.
 class Buffer {
  public:
   Buffer() = default;
-  ~Buffer();
   Buffer(Buffer&& other) noexcept { *this = std::move(other); }
   Buffer& operator=(Buffer&& other) noexcept;
 
@@ -28,6 +30,8 @@ class Buffer {
   }
 
  private:
+  class Slab;
+  std::shared_ptr<Slab> slab_;  // null if nothing was allocated
   std::byte* data_ = nullptr;
   std::int64_t size_bytes_ = 0;
 };

@@ -3,14 +3,12 @@
 #include <sched.h>
 
 #include <atomic>
-#include <condition_variable>
-#include <limits>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "hwy/cache_control.h"
 #include "server/base/check.h"
+#include "server/base/mutex.h"
 
 namespace weft::kernels {
 namespace {
@@ -54,10 +52,10 @@ struct ThreadPool::Impl {
 
   ~Impl() {
     {
-      std::lock_guard lock(mutex);
+      MutexLock lock(mutex);
       stopping.store(true);
     }
-    wake_workers.notify_all();
+    wake_workers.NotifyAll();
     for (std::thread& worker : workers) worker.join();
   }
 
@@ -70,15 +68,15 @@ struct ThreadPool::Impl {
     finished.store(0, std::memory_order_relaxed);
     claim.store(job << kIndexBits, std::memory_order_seq_cst);
     if (sleeping_workers.load(std::memory_order_seq_cst) > 0) {
-      { std::lock_guard lock(mutex); }
-      wake_workers.notify_all();
+      { MutexLock lock(mutex); }
+      wake_workers.NotifyAll();
     }
     RunTasks(/*thread=*/0);
     const auto done = [&] { return finished.load(std::memory_order_acquire) == tasks; };
     if (SpinUntil(done)) return;
-    std::unique_lock lock(mutex);
+    MutexLock lock(mutex);
     caller_sleeps.store(true, std::memory_order_seq_cst);
-    wake_caller.wait(lock, [&] { return finished.load(std::memory_order_seq_cst) == tasks; });
+    while (finished.load(std::memory_order_seq_cst) != tasks) wake_caller.Wait(mutex);
     caller_sleeps.store(false, std::memory_order_relaxed);
   }
 
@@ -104,8 +102,8 @@ struct ThreadPool::Impl {
     const std::int64_t total = finished.fetch_add(ran, std::memory_order_seq_cst) + ran;
     if (thread != 0 && caller_sleeps.load(std::memory_order_seq_cst) &&
         total == num_tasks.load(std::memory_order_relaxed)) {
-      { std::lock_guard lock(mutex); }
-      wake_caller.notify_one();
+      { MutexLock lock(mutex); }
+      wake_caller.NotifyOne();
     }
   }
 
@@ -117,9 +115,9 @@ struct ThreadPool::Impl {
                stopping.load(std::memory_order_relaxed);
       };
       if (!SpinUntil(ready)) {
-        std::unique_lock lock(mutex);
+        MutexLock lock(mutex);
         sleeping_workers.fetch_add(1, std::memory_order_seq_cst);
-        wake_workers.wait(lock, ready);
+        while (!ready()) wake_workers.Wait(mutex);
         sleeping_workers.fetch_sub(1, std::memory_order_seq_cst);
       }
       if (stopping.load()) return;
@@ -134,9 +132,9 @@ struct ThreadPool::Impl {
   std::atomic<std::int64_t> num_tasks{0};
   alignas(64) std::atomic<std::int64_t> finished{0};
 
-  alignas(64) std::mutex mutex;  // for sleeping only
-  std::condition_variable wake_workers;
-  std::condition_variable wake_caller;
+  alignas(64) Mutex mutex;  // for sleeping only
+  CondVar wake_workers;
+  CondVar wake_caller;
   std::atomic<int> sleeping_workers{0};
   std::atomic<bool> caller_sleeps{false};
   std::atomic<bool> stopping{false};
