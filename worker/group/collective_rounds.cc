@@ -23,6 +23,10 @@ constexpr std::array<std::string_view, kNumOperations> kOperationNames = {
     "AllReduceSum",     "AllReduceSum", "AllReduceSum", "AllGather",
     "ReduceScatterSum", "AllToAll",     "Gather",       "Gather"};
 
+// A rank may leave after its last round while others are still in theirs. When nothing comes from
+// those either, they may have given up because of it.
+constexpr auto kLongSilence = std::chrono::seconds(1);
+
 // Two rounds, and what wrapping around wastes.
 std::size_t RingBytes(std::int64_t max_flow_bytes) {
   const auto pieces = static_cast<std::size_t>(max_flow_bytes / kPieceBytes + 1);
@@ -141,7 +145,7 @@ void CollectiveRounds::WaitForEnd() {
       looked_again = false;
       continue;
     }
-    absl::Status lost = LostPeer();
+    absl::Status lost = LostPeer(now - last_event >= kLongSilence);
     if (lost.ok() && now - last_event >= stall_timeout) lost = Stalled();
     if (lost.ok()) continue;
     // What the peer sent before it died, or while this process was stopped, may be here already.
@@ -152,9 +156,9 @@ void CollectiveRounds::WaitForEnd() {
   }
 }
 
-absl::Status CollectiveRounds::LostPeer() const {
+absl::Status CollectiveRounds::LostPeer(bool any) const {
   for (std::size_t r = 0; r < flows_.size(); ++r) {
-    if (!flows_[r].receives_) continue;
+    if (static_cast<int>(r) == rank_ || !(any || flows_[r].receives_)) continue;
     absl::Status status = fabric_.PeerStatus(flows_[r].peer_);
     if (!status.ok()) {
       return absl::UnavailableError(

@@ -119,7 +119,8 @@ class CollectiveRounds final : public CollectiveMux::Receiver {
   void SendPieces();
   void TakeStaged();
   void WaitForEnd();
-  absl::Status LostPeer() const;
+  // UNAVAILABLE if a rank is dead whose part is missing, or `any` rank.
+  absl::Status LostPeer(bool any) const;
   absl::Status Stalled() const;
   void Place(int from, const CollectiveHeader& header, absl::Span<const std::byte> payload);
   void Put(int from, Flow& flow, absl::Span<const std::byte> payload);

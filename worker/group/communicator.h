@@ -76,7 +76,8 @@ struct FabricCommunicatorOptions {
 };
 
 // Several communicators share a fabric's kCollective channel through one mux; it installs the
-// channel's handler. Lives as long as the communicators made with it.
+// channel's handler. Lives as long as the communicators made with it, which must go before the
+// fabric. Up to 256 messages (2 MB) wait for communicators that this rank has yet to make.
 class CollectiveMux;
 std::shared_ptr<CollectiveMux> MakeCollectiveMux(Fabric& fabric);
 

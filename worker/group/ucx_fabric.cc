@@ -1,13 +1,12 @@
 #include <poll.h>
 #include <sched.h>
-#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <fstream>
 #include <utility>
 #include <vector>
 
@@ -16,6 +15,7 @@
 #include "server/base/status_macros.h"
 #include "worker/group/fabric.h"
 #include "worker/group/frame_assembler.h"
+#include "worker/group/ucx_address.h"
 #include "worker/group/ucx_context.h"
 #include "worker/group/ucx_peer.h"
 
@@ -48,46 +48,6 @@ inline void SpinPause() {
 #endif
 }
 
-// Where a process can be reached. UCX uses shared memory between processes of one host and IPC
-// namespace, but wakes a sleeper through an abstract Unix socket, which only processes of its
-// network namespace reach (measured: such a sleeper slept on until its time was up).
-struct Place {
-  std::uint64_t shared_memory;  // equal: the same host and IPC namespace
-  std::uint64_t network;        // equal, with the above: the same network namespace
-
-  bool CanWake(const Place& other) const {
-    return shared_memory != other.shared_memory || network == other.network;
-  }
-};
-
-// The address of a fabric: this, then UCX's own.
-struct AddressHeader {
-  std::uint32_t magic;  // kAddressMagic
-  std::uint32_t ucx_bytes;
-  std::uint64_t checksum;  // of UCX's: it crashes on an address that is damaged
-  Place place;
-};
-constexpr std::uint32_t kAddressMagic = 0x41544657;  // "WFTA"
-constexpr std::size_t kMaxAddressBytes = 4096;
-
-std::uint64_t Checksum(std::string_view bytes) {  // FNV-1a
-  std::uint64_t hash = 0xcbf29ce484222325;
-  for (const char c : bytes) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-  return hash;
-}
-
-std::uint64_t NamespaceId(const char* path) {
-  struct stat info = {};
-  return stat(path, &info) == 0 ? info.st_ino : 0;
-}
-
-Place OwnPlace() {
-  std::string host;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> host;
-  return {.shared_memory = Checksum(fmt::format("{} {}", host, NamespaceId("/proc/self/ns/ipc"))),
-          .network = NamespaceId("/proc/self/ns/net")};
-}
-
 absl::StatusOr<std::string> MakeAddress(ucp_worker_h worker) {
   ucp_address_t* ucx_address = nullptr;
   std::size_t ucx_bytes = 0;
@@ -95,41 +55,14 @@ absl::StatusOr<std::string> MakeAddress(ucp_worker_h worker) {
       status != UCS_OK) {
     return UcxError("ucp_worker_get_address", status);
   }
-  const std::string_view blob(reinterpret_cast<const char*>(ucx_address), ucx_bytes);
-  const AddressHeader header = {.magic = kAddressMagic,
-                                .ucx_bytes = static_cast<std::uint32_t>(ucx_bytes),
-                                .checksum = Checksum(blob),
-                                .place = OwnPlace()};
-  std::string address(reinterpret_cast<const char*>(&header), sizeof(header));
-  address += blob;
+  std::string address = EncodeFabricAddress(
+      {.place = OwnPlace(), .ucx = {reinterpret_cast<const char*>(ucx_address), ucx_bytes}});
   ucp_worker_release_address(worker, ucx_address);
-  if (address.size() > kMaxAddressBytes) {
+  if (absl::Status status = DecodeFabricAddress(address).status(); !status.ok()) {
     return absl::UnavailableError(
-        fmt::format("UCX's address takes {} bytes, over {}: restrict UCX_NET_DEVICES",
-                    address.size(), kMaxAddressBytes));
+        fmt::format("UCX's address takes {} bytes: restrict UCX_NET_DEVICES", ucx_bytes));
   }
   return address;
-}
-
-struct Address {
-  Place place;
-  std::string_view ucx;
-};
-
-absl::StatusOr<Address> ParseAddress(std::string_view address) {
-  AddressHeader header;
-  if (address.size() < sizeof(header) || address.size() > kMaxAddressBytes) {
-    return absl::InvalidArgumentError(
-        fmt::format("a fabric address of {} bytes; they have {} to {}", address.size(),
-                    sizeof(header), kMaxAddressBytes));
-  }
-  std::memcpy(&header, address.data(), sizeof(header));
-  const std::string_view ucx = address.substr(sizeof(header));
-  if (header.magic != kAddressMagic || header.ucx_bytes != ucx.size() ||
-      header.checksum != Checksum(ucx)) {
-    return absl::InvalidArgumentError("not the address of a UCX fabric, or a damaged one");
-  }
-  return Address{.place = header.place, .ucx = ucx};
 }
 
 class UcxFabric final : public Fabric, public FrameAssembler::Sink {
@@ -146,6 +79,7 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
     // Lets UCX give up what the closed endpoints still had.
     for (int i = 0; i < 1000 && AnyBusy(); ++i) ucp_worker_progress(worker_.get());
     worker_.reset();  // while what its callbacks use is still there
+    for (std::size_t i = 1; i < descriptors_.size(); ++i) close(descriptors_[i].fd);
   }
 
   // Second part of MakeUcxFabric(): callbacks need the fabric's address.
@@ -154,10 +88,14 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
   std::string LocalAddress() const override { return address_; }
 
   absl::StatusOr<PeerId> Connect(std::string_view address, std::uint32_t self_tag) override {
-    ASSIGN_OR_RETURN(const Address parsed, ParseAddress(address));
+    ASSIGN_OR_RETURN(const FabricAddress parsed, DecodeFabricAddress(address));
     ASSIGN_OR_RETURN(std::unique_ptr<UcxPeer> peer,
                      UcxPeer::Connect(worker_.get(), parsed.ucx, self_tag, state_));
-    if (!parsed.place.CanWake(OwnPlace())) deaf_ = true;
+    if (!CanWake(parsed.place, OwnPlace())) deaf_ = true;
+    if (const int process = WatchProcess(parsed.place); process >= 0) {
+      descriptors_.push_back({.fd = process, .events = POLLIN, .revents = 0});
+      watched_.push_back(peer.get());
+    }
     if (address == address_) self_connections_.push_back(peer->connection());
     peers_.push_back(std::move(peer));
     return PeerId{static_cast<std::uint32_t>(peers_.size() - 1)};
@@ -208,13 +146,19 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
     return std::any_of(peers_.begin(), peers_.end(), [](const auto& p) { return p->busy(); });
   }
   void Sleep(std::chrono::nanoseconds limit);
+  // Waits for an event and fails the peers whose process is gone.
+  void Poll(std::chrono::nanoseconds limit);
 
   // Destroyed last to first: the worker before its context, both after what callbacks use.
   UcxSendState state_;
   UcpContext context_;
   UcpWorker worker_;
   const std::string address_;
-  int event_fd_ = -1;  // the worker's
+  // What Sleep() polls: the worker's event descriptor, then one per entry of watched_. UCX's own
+  // check of processes is the second signal: it takes a second, takes a zombie for alive, and
+  // missed about 1 of 100 peers killed in the middle of large sends.
+  std::vector<pollfd> descriptors_;
+  std::vector<UcxPeer*> watched_;
   FrameAssembler assembler_;
   std::vector<std::unique_ptr<UcxPeer>> peers_;
   std::vector<std::uint64_t> self_connections_;
@@ -226,9 +170,11 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
 };
 
 absl::Status UcxFabric::Start() {
-  if (ucs_status_t status = ucp_worker_get_efd(worker_.get(), &event_fd_); status != UCS_OK) {
+  int events = -1;
+  if (ucs_status_t status = ucp_worker_get_efd(worker_.get(), &events); status != UCS_OK) {
     return UcxError("ucp_worker_get_efd", status);
   }
+  descriptors_.push_back({.fd = events, .events = POLLIN, .revents = 0});
   ucp_am_handler_param_t handler = {};
   handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
                        UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
@@ -306,16 +252,26 @@ void UcxFabric::Wait(absl::Duration timeout) {
 
 void UcxFabric::Sleep(std::chrono::nanoseconds limit) {
   sleeping_.store(true);
-  // After this, either Wake() sees that we sleep or we see that it was called.
-  if (!woken_.load() && ucp_worker_arm(worker_.get()) == UCS_OK) {
-    if (deaf_) limit = std::min<std::chrono::nanoseconds>(limit, kDeafNap);
-    if (AnyBusy()) limit = std::min<std::chrono::nanoseconds>(limit, kFullQueueNap);
-    pollfd events = {.fd = event_fd_, .events = POLLIN, .revents = 0};
-    const timespec timeout = {.tv_sec = static_cast<time_t>(limit.count() / 1'000'000'000),
-                              .tv_nsec = static_cast<long>(limit.count() % 1'000'000'000)};
-    ppoll(&events, 1, &timeout, nullptr);
-  }
+  // After this, either Wake() sees that we sleep or we see that it was called. UCX does not arm
+  // while it has something to do, which can be for ever: a peer that died in the middle of a send.
+  if (woken_.load() || ucp_worker_arm(worker_.get()) != UCS_OK) limit = {};
+  if (deaf_) limit = std::min<std::chrono::nanoseconds>(limit, kDeafNap);
+  if (AnyBusy()) limit = std::min<std::chrono::nanoseconds>(limit, kFullQueueNap);
+  Poll(limit);
   sleeping_.store(false);
+}
+
+void UcxFabric::Poll(std::chrono::nanoseconds limit) {
+  const timespec timeout = {.tv_sec = static_cast<time_t>(limit.count() / 1'000'000'000),
+                            .tv_nsec = static_cast<long>(limit.count() % 1'000'000'000)};
+  if (ppoll(descriptors_.data(), descriptors_.size(), &timeout, nullptr) <= 0) return;
+  for (std::size_t i = watched_.size(); i > 0; --i) {
+    if (descriptors_[i].revents == 0) continue;
+    watched_[i - 1]->Fail(UCS_ERR_CONNECTION_RESET);
+    close(descriptors_[i].fd);
+    descriptors_.erase(descriptors_.begin() + static_cast<std::ptrdiff_t>(i));
+    watched_.erase(watched_.begin() + static_cast<std::ptrdiff_t>(i - 1));
+  }
 }
 
 }  // namespace

@@ -78,10 +78,7 @@ void UcxPeer::Pump() {
       head_ = std::exchange(message.next, nullptr);
       if (head_ == nullptr) tail_ = nullptr;
     }
-    if (UCS_PTR_IS_ERR(request)) {
-      failure_ = UCS_PTR_STATUS(request);
-      state_.any_failure = true;
-    }
+    if (UCS_PTR_IS_ERR(request)) Fail(UCS_PTR_STATUS(request));
     if (!UCS_PTR_IS_PTR(request)) FrameEnded(frame, UCS_PTR_STATUS(request));
   }
   pumping_ = false;
@@ -165,9 +162,12 @@ void UcxPeer::Finish(UcxMessage& message) {
 
 void UcxPeer::OnFailure(void* self, ucp_ep_h /*endpoint*/, ucs_status_t status) {
   // UCX forbids closing the endpoint from here: BuryIfDead() does.
-  UcxPeer& peer = *static_cast<UcxPeer*>(self);
-  if (peer.failure_ == UCS_OK) peer.failure_ = status;
-  peer.state_.any_failure = true;
+  static_cast<UcxPeer*>(self)->Fail(status);
+}
+
+void UcxPeer::Fail(ucs_status_t status) {
+  if (failure_ == UCS_OK) failure_ = status;
+  state_.any_failure = true;
 }
 
 void UcxPeer::BuryIfDead() {

@@ -102,7 +102,10 @@ class UcxPeer {
   // Hands waiting frames to UCX while its window has room.
   void Pump();
 
-  // If UCX reported a failure: closes the endpoint and fails what waits.
+  // The peer is dead, UCX noticed or not; BuryIfDead() does the rest.
+  void Fail(ucs_status_t status);
+
+  // After a failure: closes the endpoint and fails what waits.
   void BuryIfDead();
 
   // Drops the endpoint and what it had in flight.
@@ -125,7 +128,7 @@ class UcxPeer {
   const std::uint32_t self_tag_;
   const std::uint64_t connection_;
   std::uint32_t next_sequence_ = 0;
-  ucs_status_t failure_ = UCS_OK;  // what UCX reported
+  ucs_status_t failure_ = UCS_OK;  // the first one
   absl::Status status_;
   int frames_in_flight_ = 0;
   bool pumping_ = false;

@@ -1,5 +1,6 @@
 #include "tests/worker/group/rank_processes.h"
 
+#include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -149,23 +150,39 @@ void RankProcesses::SendByte(int rank) {
 
 void RankProcesses::Kill(int rank) {
   Child& child = children_[static_cast<std::size_t>(rank)];
-  if (child.pid < 0) return;
+  if (child.exit_status.has_value()) return;
   kill(child.pid, SIGKILL);
-  waitpid(child.pid, nullptr, 0);
-  child.pid = -1;
+  int status = 0;
+  waitpid(child.pid, &status, 0);
+  child.exit_status = status;
+}
+
+void RankProcesses::Reap() {
+  for (Child& child : children_) {
+    int status = 0;
+    if (!child.exit_status.has_value() && waitpid(child.pid, &status, WNOHANG) == child.pid) {
+      child.exit_status = status;
+    }
+  }
 }
 
 std::string RankProcesses::Join(int rank) {
   Child& child = children_[static_cast<std::size_t>(rank)];
-  if (child.pid < 0) return "killed";
   std::string text;
   char buffer[4096];
-  for (ssize_t n = 0; (n = read(child.answer_fd, buffer, sizeof(buffer))) > 0;) {
+  while (true) {
+    Reap();
+    pollfd answer = {.fd = child.answer_fd, .events = POLLIN, .revents = 0};
+    if (poll(&answer, 1, 20) <= 0) continue;
+    const ssize_t n = read(child.answer_fd, buffer, sizeof(buffer));
+    if (n <= 0) break;
     text.append(buffer, static_cast<std::size_t>(n));
   }
-  int status = 0;
-  waitpid(child.pid, &status, 0);
-  child.pid = -1;
+  while (!child.exit_status.has_value()) {
+    Reap();
+    usleep(1000);
+  }
+  const int status = *child.exit_status;
   if (WIFSIGNALED(status)) return fmt::format("died of signal {}", WTERMSIG(status));
   if (text.size() < sizeof(std::uint64_t)) return fmt::format("exited with {}", status);
   return text.substr(sizeof(std::uint64_t));

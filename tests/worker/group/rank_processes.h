@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,7 +52,8 @@ class RankProcesses {
   void SendByte(int rank);
   // Kills with KILL and reaps.
   void Kill(int rank);
-  // Reaps the rank: its answer, or how it died.
+  // Waits for the end of the rank: its answer, or how it died. Reaps the others meanwhile: to UCX
+  // a zombie is alive.
   std::string Join(int rank);
   std::vector<std::string> JoinAll();
 
@@ -60,7 +62,11 @@ class RankProcesses {
     pid_t pid = -1;
     int fd = -1;  // a socket: addresses, then control bytes
     int answer_fd = -1;
+    std::optional<int> exit_status;  // once reaped
   };
+
+  void Reap();
+
   std::vector<Child> children_;
 };
 
