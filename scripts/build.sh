@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 preset=${1:-release}
+# Clones of the project share what ccache has.
+export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
 cmake --preset "$preset" >/dev/null
 cmake --build "build/$preset" -j "$(nproc)"
 if [ "$preset" = release ]; then ln -sfn release/bin build/bin; fi

@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
 sanitizers=0 all=0
 for argument in "$@"; do
   case "$argument" in
