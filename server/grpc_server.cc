@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "fmt/format.h"
+#include "grpc/grpc.h"
 #include "grpc/support/log.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/grpcpp.h"
@@ -72,6 +73,15 @@ std::string BindError(const std::string& address) {
   return reason;
 }
 
+// Keeps gRPC up until the process ends. The last object's grpc_shutdown() joins a thread that may
+// be in epoll_wait() for 10 seconds (seen in one of ten ends of a server of the callback API).
+void KeepGrpcUp() {
+  [[maybe_unused]] static const bool up = [] {
+    grpc_init();
+    return true;
+  }();
+}
+
 void LogToSpdlog(gpr_log_func_args* args) {
   const char* slash = std::strrchr(args->file, '/');
   spdlog::debug("grpc: {}:{}: {}", slash == nullptr ? args->file : slash + 1, args->line,
@@ -87,6 +97,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(
   if (options.listen_addresses.empty()) {
     return absl::InvalidArgumentError("a server needs an address to listen on");
   }
+  KeepGrpcUp();
   // Both are read when a builder is made.
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
@@ -144,6 +155,7 @@ void GrpcServer::Shutdown(absl::Duration deadline) {
 
 std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
                                               const GrpcTransportOptions& options) {
+  KeepGrpcUp();
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(MessageBytes(options));
   arguments.SetMaxSendMessageSize(MessageBytes(options));
