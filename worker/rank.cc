@@ -91,10 +91,9 @@ absl::Status Rank::Connect() {
   }
 
   const std::shared_ptr<CollectiveMux> mux = tp > 1 ? MakeCollectiveMux(fabric_) : nullptr;
-  const std::int64_t max_bytes = RankRunner::MaxCollectiveBytes(
-      model_.config, layout, RunnerOptionsOf(agreement_, options_, progress_));
-  const auto make = [&](std::uint32_t id, std::int32_t first,
-                        std::int32_t count) -> std::unique_ptr<Communicator> {
+  const RunnerOptions runner_options = RunnerOptionsOf(agreement_, options_, progress_);
+  const auto make = [&](std::uint32_t id, std::int32_t first, std::int32_t count,
+                        std::int64_t max_bytes) -> std::unique_ptr<Communicator> {
     if (count == 1) return MakeSelfCommunicator();
     return MakeFabricCommunicator(mux, layout.rank() - first,
                                   absl::MakeSpan(peers_).subspan(first, count),
@@ -105,8 +104,11 @@ absl::Status Rank::Connect() {
                                    .progress = &progress_.ticks()});
   };
   const std::int32_t dcp = layout.decode_context_parallel_size();
-  world_ = make(0, 0, tp);
-  dcp_ = make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp);
+  world_ = make(0, 0, tp, RankRunner::MaxCollectiveBytes(model_.config, layout, runner_options));
+  dcp_ =
+      make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp,
+           DcpAttention::MaxCollectiveBytes(layout, model_.config.head_dim, model_.config.head_dim,
+                                            options_.max_num_batched_tokens));
   return absl::OkStatus();
 }
 
@@ -139,7 +141,8 @@ absl::Status Rank::SendPlan(const StepPlan& plan) {
   // The previous step's collectives have ended on every rank, so its plan has long arrived; its
   // completions may still wait to be seen.
   const absl::Time deadline = absl::Now() + options_.stall_timeout;
-  while (sends_in_flight_ > 0 && !fabric_.Progress()) {
+  while (sends_in_flight_ > 0) {
+    if (fabric_.Progress()) continue;
     fabric_.Wait(absl::Milliseconds(10));
     if (absl::Now() > deadline) {
       return absl::UnavailableError(fmt::format("a follower took no plan for {}",
