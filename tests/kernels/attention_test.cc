@@ -234,7 +234,7 @@ using AttentionTest = KernelTest;
 
 TEST_P(AttentionTest, MatchesOneLongSoftmaxForAllShapes) {
   CpuStream stream(2);
-  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+  for (std::uint64_t seed = 0; seed < NumSeeds(60); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Rng rng(seed);
     const Case attention = RandomCase(rng, RandomShape(rng), stream);
@@ -246,7 +246,7 @@ TEST_P(AttentionTest, MatchesOneLongSoftmaxForAllShapes) {
 TEST_P(AttentionTest, RowsDoNotDependOnBatchOrThreads) {
   CpuStream one(1);
   CpuStream three(3);
-  for (std::uint64_t seed = 100; seed < 125; ++seed) {
+  for (std::uint64_t seed = 100; seed < 100 + NumSeeds(25); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Rng rng(seed);
     const Case attention = RandomCase(rng, RandomShape(rng), one);

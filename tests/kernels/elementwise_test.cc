@@ -11,7 +11,7 @@ using ElementwiseTest = KernelTest;
 
 TEST_P(ElementwiseTest, RmsNormMatchesDoubles) {
   CpuStream stream(2);
-  for (std::uint64_t seed = 0; seed < 30; ++seed) {
+  for (std::uint64_t seed = 0; seed < NumSeeds(30); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Rng rng(seed);
     const std::int32_t rows = RandomInt(rng, 0, 70);
@@ -43,7 +43,7 @@ TEST_P(ElementwiseTest, RmsNormMatchesDoubles) {
 
 TEST_P(ElementwiseTest, RopeRotatesHalves) {
   CpuStream stream(2);
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+  for (std::uint64_t seed = 0; seed < NumSeeds(20); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Rng rng(seed);
     const std::int32_t rows = RandomInt(rng, 0, 40);

@@ -66,7 +66,7 @@ struct Case {
 
 TEST(LseMergeTest, EqualsOneLongSoftmax) {
   CpuStream stream(2);
-  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+  for (std::uint64_t seed = 0; seed < NumSeeds(60); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Rng rng(seed);
     const Case merge(rng);
@@ -98,7 +98,7 @@ TEST(LseMergeTest, EqualsOneLongSoftmax) {
 
 TEST(LseScaleTest, ScaledPartsAddUpToTheMerge) {
   CpuStream stream(2);
-  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+  for (std::uint64_t seed = 0; seed < NumSeeds(60); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Rng rng(seed);
     const Case merge(rng);
