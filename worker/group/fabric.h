@@ -97,11 +97,11 @@ std::unique_ptr<Fabric> MakeLocalFabric(std::string_view name);
 // UNAVAILABLE when UCX finds no usable transport; the message has what UCX said. Of UCX's
 // variables, UCX_TLS and UCX_NET_DEVICES choose the transports; ucx_context.cc has our defaults.
 //
-// A peer that is killed is noticed within about a second, if its parent reaps it; one that is
-// stopped is not. Over shared memory all senders of a receiver share one queue, and a sender killed
-// in the middle of a send may block it for the others (11 of 40 kills under load): that suits a
-// group, which restarts whole. A fabric that has to outlive its peers must leave shared memory out
-// (over TCP, 0 of 20).
+// A process of this host that exits is noticed at once while we Wait(), one of another host when
+// its connection breaks, one that is stopped not at all. Over shared memory all senders of a
+// receiver share one queue, and a sender killed in the middle of a send may block it for the others
+// (11 of 40 kills under load): that suits a group, which restarts whole. A fabric that has to
+// outlive its peers must leave shared memory out (over TCP, 0 of 20).
 absl::StatusOr<std::unique_ptr<Fabric>> MakeUcxFabric();
 
 }  // namespace weft
