@@ -83,7 +83,10 @@ class Rank {
 
   const RankRunner& runner() const { return *runner_; }
   std::int64_t kv_bytes() const { return cache_.size_bytes(); }
-  std::int64_t workspace_bytes() const { return runner_->workspace_bytes() + collective_bytes_; }
+  // Everything beside weights and KV: activations and the communicators' messages.
+  std::int64_t workspace_bytes() const {
+    return runner_->workspace_bytes() + world_->workspace_bytes() + dcp_->workspace_bytes();
+  }
   // As of the end of the last step. Any thread.
   FabricCounters fabric_counters() const;
 
@@ -107,7 +110,6 @@ class Rank {
   std::vector<PeerId> peers_;  // [T]; own entry unused
   std::unique_ptr<Communicator> world_;
   std::unique_ptr<Communicator> dcp_;
-  std::int64_t collective_bytes_ = 0;  // staging of the communicators
   KvCache cache_;
   std::unique_ptr<RankRunner> runner_;
 

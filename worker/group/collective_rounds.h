@@ -91,6 +91,11 @@ class CollectiveRounds final : public CollectiveMux::Receiver {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(tags_.size()); }
   std::uint64_t received_bytes() const { return received_bytes_; }
+  std::int64_t staging_bytes() const {
+    std::int64_t bytes = 0;
+    for (const Flow& flow : flows_) bytes += static_cast<std::int64_t>(flow.staged_.size_bytes());
+    return bytes;
+  }
 
   // body(rank, flow) for every other rank.
   template <typename Body>

@@ -61,6 +61,8 @@ class Communicator {
                               kernels::Stream& stream) = 0;
 
   virtual CollectiveCounters Counters() const = 0;
+  // Memory it holds for messages.
+  virtual std::int64_t workspace_bytes() const = 0;
 
   // Makes the running and every later call return ABORTED. Any thread.
   virtual void Abort() = 0;

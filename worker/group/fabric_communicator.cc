@@ -148,6 +148,10 @@ class FabricCommunicator final : public Communicator {
     return counters;
   }
 
+  std::int64_t workspace_bytes() const override {
+    return slot_bytes_ * size() + rounds_.staging_bytes();
+  }
+
   void Abort() override { rounds_.Abort(); }
 
  private:

@@ -23,6 +23,8 @@ class MessageRing {
       : num_words_((capacity_bytes + 7) / 8),
         words_(std::make_unique_for_overwrite<std::uint64_t[]>(num_words_)) {}
 
+  std::size_t size_bytes() const { return num_words_ * 8; }
+
   // What a message takes of the capacity; wrapping around may cost as much again, once.
   static constexpr std::size_t BytesOf(std::size_t payload_bytes) {
     return 8 * WordsOf(payload_bytes);

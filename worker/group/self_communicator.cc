@@ -31,6 +31,7 @@ class SelfCommunicator final : public Communicator {
   }
 
   CollectiveCounters Counters() const override { return counters_; }
+  std::int64_t workspace_bytes() const override { return 0; }
   void Abort() override { aborted_.store(true, std::memory_order_relaxed); }
 
  private:

@@ -166,6 +166,7 @@ absl::StatusOr<DecoderWeights> LoadDecoderWeights(const ModelConfig& config,
     ASSIGN_OR_RETURN(weights.lm_head, loader.Rows({{"lm_head.weight", config.vocab_size, vocab}},
                                                   config.hidden_size));
   }
+  checkpoint.ReleasePages();
   ASSIGN_OR_RETURN(weights.final_norm, loader.Vector("model.norm.weight", config.hidden_size));
 
   weights.layers.resize(config.num_layers);
@@ -178,6 +179,7 @@ absl::StatusOr<DecoderWeights> LoadDecoderWeights(const ModelConfig& config,
     ASSIGN_OR_RETURN(w.post_attention_norm,
                      loader.Vector(prefix + "post_attention_layernorm.weight", config.hidden_size));
     RETURN_IF_ERROR(LoadMlp(loader, config, layout, prefix + "mlp.", w));
+    checkpoint.ReleasePages();
     on_layer(i + 1);
   }
   return weights;

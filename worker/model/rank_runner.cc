@@ -25,12 +25,10 @@ std::int64_t RankRunner::MaxCollectiveBytes(const ModelConfig& config, const Sha
   const std::int64_t tp = layout.tensor_parallel_size();
   const std::int64_t hidden =
       static_cast<std::int64_t>(options.max_num_batched_tokens) * config.hidden_size * kFloat;
-  const std::int64_t exchange = DcpAttention::MaxCollectiveBytes(
-      layout, config.head_dim, config.head_dim, options.max_num_batched_tokens);
   const std::int64_t whole_rows = tp * options.max_num_seqs *
                                   CeilDiv(config.vocab_size, layout.tensor_parallel_size()) *
                                   kFloat;
-  return std::max({hidden, exchange, whole_rows});
+  return std::max(hidden, whole_rows);
 }
 
 RankRunner::RankRunner(const ModelConfig& config, const ShardLayout& layout,

@@ -40,7 +40,8 @@ struct RunnerOptions {
 // Allocates nothing after Create(). Threading: the rank's executor thread.
 class RankRunner {
  public:
-  // What the communicators and the runner together need beyond weights and KV.
+  // The largest collective it will ask `world` for, for FabricCommunicatorOptions::max_bytes;
+  // DcpAttention knows that of `dcp`.
   static std::int64_t MaxCollectiveBytes(const ModelConfig& config, const ShardLayout& layout,
                                          const RunnerOptions& options);
 

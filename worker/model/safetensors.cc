@@ -193,6 +193,13 @@ absl::StatusOr<std::unique_ptr<Checkpoint>> Checkpoint::Open(
   return checkpoint;
 }
 
+void Checkpoint::ReleasePages() const {
+  for (const std::unique_ptr<File>& file : files_) {
+    if (file->bytes.empty()) continue;
+    madvise(const_cast<std::byte*>(file->bytes.data()), file->bytes.size(), MADV_DONTNEED);
+  }
+}
+
 bool Checkpoint::Has(std::string_view name) const { return tensors_.contains(name); }
 
 absl::StatusOr<TensorView> Checkpoint::Find(std::string_view name,

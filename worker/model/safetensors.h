@@ -61,6 +61,10 @@ class Checkpoint {
   absl::StatusOr<std::vector<float>> Vector(std::string_view name, std::int64_t size,
                                             std::int64_t begin, std::int64_t end) const;
 
+  // Lets go of the memory that reading has brought in; what is read later is read from the files
+  // again. Without it a rank would hold the whole checkpoint beside its packed weights.
+  void ReleasePages() const;
+
   // Names of all tensors, sorted.
   std::vector<std::string_view> Names() const;
   std::int64_t total_bytes() const;
