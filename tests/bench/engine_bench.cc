@@ -1,0 +1,169 @@
+// Speed of the whole engine on one model, by the clock of whoever waits for tokens: one rank in
+// this process with the real leader, scheduler, plans, runner and sampler, without gRPC. Runs one
+// case and prints it as one line of JSON; scripts/bench_peer.sh runs it beside a peer.
+// --tokens 1 measures prefill (prompt tokens until the first token), more measures decode (tokens
+// after the moment when every request has its first). The result is the median try.
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/time/clock.h"
+#include "fmt/format.h"
+#include "kernels/device/cpu_target.h"
+#include "nlohmann/json.hpp"
+#include "server/base/check.h"
+#include "tests/bench/machine_limits.h"
+#include "tests/worker/local_group.h"
+
+namespace weft {
+namespace {
+
+struct BenchOptions {
+  std::string model_dir;
+  std::string dtype = "float16";
+  int threads = 2;
+  int batch = 1;
+  int prompt_tokens = 512;
+  int max_tokens = 1;
+  float temperature = 0;
+  int tries = 3;
+  int max_num_batched_tokens = 512;
+};
+
+// When the tokens of one request came.
+class TimingSink final : public TokenSink {
+ public:
+  void OnEvent(const TokenEvent& event) override {
+    CHECK_MSG(event.error.ok(), event.error.ToString());
+    MutexLock lock(mutex_);
+    last_ = absl::Now();
+    if (num_tokens_ == 0) first_ = last_;
+    num_tokens_ += event.token_id.has_value();
+    if (event.finish == FinishReason::kNone) return;
+    ended_ = true;
+    changed_.NotifyAll();
+  }
+  void OnRefused(const absl::Status& status) override { CHECK_MSG(false, status.ToString()); }
+
+  void Wait() {
+    MutexLock lock(mutex_);
+    while (!ended_) changed_.Wait(mutex_);
+  }
+  // After Wait().
+  absl::Time first() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return first_; }
+  absl::Time last() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return last_; }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+  int num_tokens_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Time first_ ABSL_GUARDED_BY(mutex_);
+  absl::Time last_ ABSL_GUARDED_BY(mutex_);
+};
+
+EngineRequest RandomRequest(const BenchOptions& options, std::int32_t vocab_size, unsigned seed) {
+  std::minstd_rand rng(seed);
+  std::uniform_int_distribution<std::int32_t> uniform(0, vocab_size - 1);
+  EngineRequest request;
+  for (int i = 0; i < options.prompt_tokens; ++i) {
+    request.prompt_token_ids.push_back(uniform(rng));
+  }
+  request.max_tokens = options.max_tokens;
+  request.ignore_eos = true;
+  request.sampling = {.temperature = options.temperature, .seed = seed};
+  return request;
+}
+
+// Tokens per second of one try.
+double RunOnce(const BenchOptions& options, LocalGroup& group, unsigned seed) {
+  std::vector<std::shared_ptr<TimingSink>> sinks;
+  std::vector<EngineRequest> requests;
+  const std::int32_t vocab_size = group.model(0).config.vocab_size;
+  for (int i = 0; i < options.batch; ++i) {
+    requests.push_back(RandomRequest(options, vocab_size, seed * 1000 + i + 1));
+    sinks.push_back(std::make_shared<TimingSink>());
+  }
+  const absl::Time start = absl::Now();
+  for (int i = 0; i < options.batch; ++i) {
+    const auto id = group.leader().Submit(std::move(requests[i]), sinks[i]);
+    CHECK_MSG(id.ok(), id.status().ToString());
+  }
+  absl::Time first = start;
+  absl::Time last = start;
+  for (const auto& sink : sinks) {
+    sink->Wait();
+    first = std::max(first, sink->first());
+    last = std::max(last, sink->last());
+  }
+  if (options.max_tokens == 1) {
+    return options.batch * options.prompt_tokens / absl::ToDoubleSeconds(last - start);
+  }
+  return options.batch * (options.max_tokens - 1) / absl::ToDoubleSeconds(last - first);
+}
+
+std::unique_ptr<LocalGroup> StartGroup(const BenchOptions& options) {
+  LocalGroupOptions group;
+  group.model.model_dir = options.model_dir;
+  group.model.dtype = ParseDType(options.dtype);
+  CHECK_MSG(group.model.dtype.has_value(), fmt::format("no dtype {}", options.dtype));
+  group.model.kv_cache_dtype = DType::kFloat16;  // the default of `weft serve` and of llama.cpp
+  group.model.max_num_batched_tokens = options.max_num_batched_tokens;
+  group.model.max_model_len = 2048;
+  group.threads_per_rank = options.threads;
+  auto started = LocalGroup::Start(group);
+  CHECK_MSG(started.ok(), started.status().ToString());
+  return std::move(*started);
+}
+
+void Run(const BenchOptions& options) {
+  const std::unique_ptr<LocalGroup> group = StartGroup(options);
+  RunOnce(options, *group, 0);  // warms caches, pages and threads
+  // The group's threads sleep while the limits are measured.
+  kernels::CpuStream stream(options.threads);
+  const auto before = kernels::MeasureMachineLimits(stream);
+  std::vector<double> tries;
+  for (int i = 0; i < options.tries; ++i) tries.push_back(RunOnce(options, *group, i + 1));
+  const auto after = kernels::MeasureMachineLimits(stream);
+  std::sort(tries.begin(), tries.end());
+
+  const DecoderWeights& weights = group->model(0).weights;
+  // What a step reads: of two tables, only the head's.
+  const bool tied = weights.lm_head.out_features() == 0;
+  const std::int64_t bytes = weights.SizeBytes() - (tied ? 0 : weights.embedding.size_bytes());
+  const nlohmann::json result = {
+      {"tokens_per_second", tries[tries.size() / 2]},
+      {"weight_bytes", bytes},
+      {"flops_per_token", 2.0 * static_cast<double>(bytes) / DTypeBytes(group->model(0).dtype)},
+      {"bytes_per_second", std::max(before.bytes_per_second, after.bytes_per_second)},
+      {"flops_per_second", std::max(before.flops_per_second, after.flops_per_second)},
+      {"cpu_target", kernels::CpuTargetName()},
+  };
+  fmt::print("{}\n", result.dump());
+}
+
+}  // namespace
+}  // namespace weft
+
+int main(int argc, char** argv) {
+  weft::BenchOptions options;
+  CLI::App app("Speed of the whole engine, one rank, no gRPC");
+  app.add_option("--model", options.model_dir)->required();
+  app.add_option("--dtype", options.dtype)->capture_default_str();
+  app.add_option("--threads", options.threads)->capture_default_str();
+  app.add_option("--batch", options.batch)->capture_default_str();
+  app.add_option("--prompt", options.prompt_tokens)->capture_default_str();
+  app.add_option("--tokens", options.max_tokens)->capture_default_str();
+  app.add_option("--temperature", options.temperature)->capture_default_str();
+  app.add_option("--tries", options.tries)->capture_default_str();
+  app.add_option("--max-num-batched-tokens", options.max_num_batched_tokens)->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  const absl::Status target = weft::kernels::InitCpuTarget();
+  CHECK_MSG(target.ok(), target.ToString());
+  weft::Run(options);
+  return 0;
+}
