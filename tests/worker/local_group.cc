@@ -81,14 +81,16 @@ absl::StatusOr<std::unique_ptr<LocalGroup>> LocalGroup::Start(const LocalGroupOp
   rank_options.max_num_batched_tokens = options.model.max_num_batched_tokens;
   rank_options.exchange = options.model.exchange;
   for (std::int32_t r = 0; r < tp; ++r) {
-    group->threads_.emplace_back([g = group.get(), r, rank_options] {
+    group->threads_.emplace_back([g = group.get(), r, rank_options, drive = options.drive] {
       absl::Status status;
       auto rank = Rank::Start(g->models_[r], g->agreement_, rank_options, *g->fabrics_[r],
                               *g->streams_[r], *g->progress_[r]);
       if (!rank.ok()) {
         status = rank.status();
+      } else if (r > 0) {
+        status = (*rank)->Follow(g->stop_);
       } else {
-        status = r == 0 ? g->leader_->RunExecutor(**rank) : (*rank)->Follow(g->stop_);
+        status = drive ? drive(**rank) : g->leader_->RunExecutor(**rank);
       }
       MutexLock lock(g->mutex_);
       g->status_.Update(status);
@@ -99,8 +101,9 @@ absl::StatusOr<std::unique_ptr<LocalGroup>> LocalGroup::Start(const LocalGroupOp
 
 LocalGroup::~LocalGroup() {
   if (leader_ != nullptr) leader_->Stop();
+  if (!threads_.empty()) threads_[0].join();
   stop_ = true;
-  for (std::size_t r = 0; r < threads_.size(); ++r) {
+  for (std::size_t r = 1; r < threads_.size(); ++r) {
     fabrics_[r]->Wake();
     threads_[r].join();
   }

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -19,6 +20,8 @@ struct LocalGroupOptions {
   bool async_scheduling = true;
   std::int32_t force_preemption_every = 0;
   int threads_per_rank = 1;
+  // Runs on rank 0's thread instead of the leader's plans, which then must not be asked for any.
+  std::function<absl::Status(Rank& rank)> drive;
 };
 
 struct Completion {
@@ -35,6 +38,7 @@ struct Completion {
 class LocalGroup {
  public:
   static absl::StatusOr<std::unique_ptr<LocalGroup>> Start(const LocalGroupOptions& options);
+  // Waits for `drive`.
   ~LocalGroup();
 
   // Runs all requests at once and waits for the last.

@@ -7,7 +7,7 @@
 
 namespace weft {
 
-Sampler::Sampler(std::int32_t vocab_size) : order_(vocab_size), probability_(vocab_size) {}
+Sampler::Sampler(std::int32_t vocab_size) : order_(vocab_size), weight_(vocab_size) {}
 
 std::int32_t Sampler::Best(const kernels::ArgmaxResult* candidates, int num_ranks,
                            std::int64_t stride) {
@@ -21,39 +21,58 @@ std::int32_t Sampler::Best(const kernels::ArgmaxResult* candidates, int num_rank
   return best->token_id;
 }
 
+std::int32_t Sampler::KeepTopP(absl::Span<const float> logits, const SamplingParams& params,
+                               std::int32_t count) {
+  const auto first = order_.begin();
+  float highest = logits[order_[0]];
+  for (std::int32_t i = 1; i < count; ++i) highest = std::max(highest, logits[order_[i]]);
+  double total = 0;
+  for (std::int32_t i = 0; i < count; ++i) {
+    const float logit = logits[order_[i]];
+    // Equal infinities have no difference.
+    const double weight =
+        logit == highest ? 1.0 : std::exp((double{logit} - highest) / params.temperature);
+    weight_[order_[i]] = weight;
+    total += weight;
+  }
+  const double wanted = params.top_p * total;
+
+  // What is left out below weighs less than the rest may miss: half, to be safe from rounding.
+  const double least = (total - wanted) / count / 2;
+  const auto light =
+      std::partition(first, first + count, [&](std::int32_t id) { return weight_[id] >= least; });
+  // Halving instead of sorting: [0, low) are the heaviest and do not reach `wanted`, [0, high) do.
+  std::int32_t low = 0;
+  auto high = static_cast<std::int32_t>(light - first);
+  double reached = 0;
+  while (high - low > 1) {
+    const std::int32_t middle = low + (high - low) / 2;
+    std::nth_element(first + low, first + middle, first + high, Higher{logits});
+    double weight = 0;
+    for (std::int32_t i = low; i < middle; ++i) weight += weight_[order_[i]];
+    if (reached + weight >= wanted) {
+      high = middle;
+    } else {
+      reached += weight;
+      low = middle;
+    }
+  }
+  return high;
+}
+
 std::int32_t Sampler::Sample(absl::Span<const float> logits, const SamplingParams& params,
                              std::int64_t position) {
-  const auto vocab_size = static_cast<std::int32_t>(logits.size());
   for (float logit : logits) {
     if (std::isnan(logit)) return -1;
   }
-  const bool top_k_on = params.top_k > 0 && params.top_k < vocab_size;
-  std::iota(order_.begin(), order_.begin() + vocab_size, 0);
-  const auto higher = [&](std::int32_t a, std::int32_t b) {
-    return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-  };
-
-  std::int32_t kept = vocab_size;
-  if (top_k_on) {
+  auto kept = static_cast<std::int32_t>(logits.size());
+  std::iota(order_.begin(), order_.begin() + kept, 0);
+  if (params.top_k > 0 && params.top_k < kept) {
+    std::nth_element(order_.begin(), order_.begin() + params.top_k - 1, order_.begin() + kept,
+                     Higher{logits});
     kept = params.top_k;
-    std::nth_element(order_.begin(), order_.begin() + kept - 1, order_.begin() + vocab_size,
-                     higher);
   }
-  if (params.top_p < 1.0f) {
-    std::sort(order_.begin(), order_.begin() + kept, higher);
-    const double highest = logits[order_[0]];
-    double total = 0;
-    for (std::int32_t i = 0; i < kept; ++i) {
-      const double p = std::exp((logits[order_[i]] - highest) / params.temperature);
-      probability_[i] = static_cast<float>(p);
-      total += p;
-    }
-    double reached = 0;
-    for (std::int32_t i = 0; i < kept; ++i) {
-      reached += probability_[i];
-      if (reached >= params.top_p * total) kept = i + 1;
-    }
-  }
+  if (params.top_p < 1.0f) kept = KeepTopP(logits, params, kept);
 
   std::int32_t best = order_[0];
   float best_score = -INFINITY;

@@ -21,15 +21,28 @@ class Sampler {
   static std::int32_t Best(const kernels::ArgmaxResult* candidates, int num_ranks,
                            std::int64_t stride);
 
-  // Filters, then draws. Order as in vLLM: temperature, then top_k (all logits equal to the k-th
-  // are kept out past k by lowest id first), then top_p over what is left: the smallest set of the
-  // most probable tokens whose probability reaches top_p. -1 when a logit is NaN.
+  // Filters, then draws. Order as in vLLM: temperature, then top_k (of logits equal to the
+  // k-th the lowest ids stay), then top_p over what is left: the smallest set of the
+  // most probable tokens whose probability reaches top_p. -1 when a logit is NaN. Takes time linear
+  // in the vocabulary. temperature > 0.
   std::int32_t Sample(absl::Span<const float> logits, const SamplingParams& params,
                       std::int64_t position);
 
  private:
-  std::vector<std::int32_t> order_;
-  std::vector<float> probability_;
+  // The order of candidates: ties are settled by id.
+  struct Higher {
+    absl::Span<const float> logits;
+    bool operator()(std::int32_t a, std::int32_t b) const {
+      return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+    }
+  };
+
+  // Moves what top_p keeps of order_[0, count) to the front; how many those are.
+  std::int32_t KeepTopP(absl::Span<const float> logits, const SamplingParams& params,
+                        std::int32_t count);
+
+  std::vector<std::int32_t> order_;  // candidates, the kept ones first
+  std::vector<double> weight_;       // by id: probability relative to the most probable
 };
 
 }  // namespace weft
