@@ -15,6 +15,9 @@
 namespace weft {
 namespace {
 
+// Messages of one sender that may wait before the pool has to grow.
+constexpr int kPooledMessages = 32;
+
 struct Message {
   Channel channel{};
   std::uint32_t from_tag = 0;
@@ -116,9 +119,11 @@ class Inbox {
     }
   }
 
+  // A sender connects. It wants to know of our death.
   void Watch(std::weak_ptr<Inbox> watcher) {
     MutexLock lock(mutex_);
     watchers_.push_back(std::move(watcher));
+    for (int i = 0; i < kPooledMessages; ++i) free_.Push(std::make_unique<Message>());
   }
 
   bool closed() {

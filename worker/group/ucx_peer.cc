@@ -13,6 +13,8 @@ namespace {
 // Frames of one peer that UCX may hold at a time; the rest waits here, so that a large message
 // does not turn into thousands of requests.
 constexpr int kWindowFrames = 32;
+// Messages of one peer that may wait before the pool has to grow.
+constexpr int kPooledMessages = 64;
 
 std::uint64_t DrawConnection() {
   std::random_device random;
@@ -39,6 +41,8 @@ absl::StatusOr<std::unique_ptr<UcxPeer>> UcxPeer::Connect(ucp_worker_h worker,
   if (ucs_status_t status = ucp_ep_create(worker, &params, &peer->endpoint_); status != UCS_OK) {
     return UcxError("ucp_ep_create", status);
   }
+  state.frames.Grow(kWindowFrames);
+  state.messages.Grow(kPooledMessages);
   return peer;
 }
 

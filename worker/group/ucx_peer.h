@@ -53,8 +53,11 @@ struct UcxFrame {
 template <typename T>
 class Pool {
  public:
+  void Grow(int count) {
+    for (int i = 0; i < count; ++i) Put(&all_.emplace_back());
+  }
   T* Get() {
-    if (free_ == nullptr) return &all_.emplace_back();
+    if (free_ == nullptr) Grow(1);
     T* const object = free_;
     free_ = object->next;
     object->next = nullptr;
