@@ -69,8 +69,13 @@ class Batch::Call final : public grpc::ClientReadReactor<v1::GenerateResponse> {
     slot_.ended = true;
     slot_.completion.status = FromGrpcStatus(status);
     slot_.completion.error_reason = ReasonOf(slot_.completion.status);
-    batch_.OnCallEnd(index_, std::move(slot_));
+    // Our context goes before the end is told: who waits for it may drop the channel next, and the
+    // last reference to a channel must not go on one of gRPC's own threads.
+    Batch& batch = batch_;
+    const std::size_t index = index_;
+    Slot slot = std::move(slot_);
     delete this;
+    batch.OnCallEnd(index, std::move(slot));
   }
 
  private:

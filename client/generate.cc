@@ -195,7 +195,7 @@ std::vector<std::string> RouterArguments(const GroupFlags& group, const Generate
 int RunOffline(const GroupFlags& group, std::vector<std::string> worker_arguments,
                const GenerateFlags& flags, const std::vector<v1::GenerateRequest>& requests,
                TerminationSignals& signals) {
-  Supervisor supervisor({.stall_timeout = group.stall_timeout, .max_failed_starts = 3});
+  Supervisor supervisor({.stall_timeout = group.stall_timeout, .max_failed_starts = 1});
   std::atomic<bool> cancelled = false;
   std::atomic<int> signal = 0;
   std::thread signal_waiter([&] {
@@ -207,6 +207,7 @@ int RunOffline(const GroupFlags& group, std::vector<std::string> worker_argument
   int client_code = 0;
   std::thread client;
   worker_arguments.push_back("--log-level=" + group.log_level);
+  worker_arguments.push_back("--max-failed-starts=3");
   LocalCluster cluster = {.tensor_parallel_size = group.tensor_parallel_size,
                           .worker_arguments = std::move(worker_arguments),
                           .router_arguments = RouterArguments(group, flags)};
@@ -233,7 +234,6 @@ int RunOffline(const GroupFlags& group, std::vector<std::string> worker_argument
 }  // namespace
 
 int GenerateCommand(int argc, char** argv) {
-  TerminationSignals signals;
   GroupFlags group;
   group.log_level = "warn";
   GenerateFlags flags;
@@ -255,6 +255,8 @@ int GenerateCommand(int argc, char** argv) {
   }
   for (v1::GenerateRequest& request : *requests) request.set_model(group.served_model_name);
   if (flags.address) return RunClient(*flags.address, *requests, flags, /*cancelled=*/false);
+  // Only with processes to stop: a mere client dies of its signals.
+  TerminationSignals signals;
   return RunOffline(group, GroupFlags::Arguments(parser), flags, *requests, signals);
 }
 

@@ -40,5 +40,5 @@ function(weft_test name)
   endif()
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}"
-    ENVIRONMENT "UCX_NET_DEVICES=lo;WEFT_BIN_DIR=${CMAKE_BINARY_DIR}/bin")
+    ENVIRONMENT "UCX_NET_DEVICES=lo;UCX_MEM_EVENTS=n;WEFT_BIN_DIR=${CMAKE_BINARY_DIR}/bin")
 endfunction()

@@ -8,6 +8,9 @@
 
 namespace weft::kernels {
 
+// head_dim is a multiple of 8 up to this.
+inline constexpr int kMaxHeadDim = 256;
+
 // Inside a block, a KV head's K and V take block_tokens_per_rank * head_dim elements each. V is
 // [token][head_dim]. K is stored for the inner loop of the scores: in tiles of 16 tokens (the last
 // one holds what is left), each [head_dim][tokens of the tile]. These two say where a value is;

@@ -159,6 +159,8 @@ void GenerateCall::OnWorkerEnd(absl::Status status) {
     Place();
     return;
   }
+  // Who has been told how it finished does not care how the leader's stream ended.
+  if (finished_) status = absl::OkStatus();
   if (status.ok() && !finished_) {
     status = absl::InternalError("the leader ended the stream without a finish reason");
   }

@@ -12,6 +12,9 @@ namespace weft {
 namespace {
 
 constexpr std::int32_t kMaxRanks = 1024;
+// Memory is set aside for these at start.
+constexpr std::int32_t kMaxRows = 1 << 16;
+constexpr std::int32_t kMaxWaiting = 1 << 20;
 constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 // Every flag of AddTo(), so that Arguments() passes on these and nothing of the caller's own.
@@ -96,11 +99,11 @@ void GroupFlags::AddTo(OptionParser& parser) {
                    "How ranks exchange partial attention");
 
   parser.Group("Engine");
-  parser.Add("--max-num-seqs", &max_num_seqs, "Sequences in one step", Range(1, kMaxInt32));
+  parser.Add("--max-num-seqs", &max_num_seqs, "Sequences in one step", Range(1, kMaxRows));
   parser.Add("--max-num-batched-tokens", &max_num_batched_tokens, "Tokens in one step",
-             Range(1, kMaxInt32));
+             Range(1, kMaxRows));
   parser.Add("--max-num-waiting", &max_num_waiting, "Requests that may wait for a place",
-             Range(1, kMaxInt32));
+             Range(1, kMaxWaiting));
   parser.Add("--async-scheduling", &async_scheduling, "Plan a step while the one before runs");
 
   parser.Group("Memory");

@@ -16,6 +16,7 @@
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "server/base/log.h"
+#include "server/base/mutex.h"
 
 namespace weft {
 namespace {
@@ -86,6 +87,16 @@ void LogToSpdlog(gpr_log_func_args* args) {
   const char* slash = std::strrchr(args->file, '/');
   spdlog::debug("grpc: {}:{}: {}", slash == nullptr ? args->file : slash + 1, args->line,
                 args->message);
+}
+
+// gRPC 1.51 frees a channel's completion queue where the last reference goes; on one of its own
+// callback threads that is the queue the thread runs on, and the heap is corrupted. A process makes
+// a channel per group, so none is ever let go.
+void KeepChannel(std::shared_ptr<grpc::Channel> channel) {
+  static Mutex& mutex = *new Mutex;
+  static auto& kept = *new std::vector<std::shared_ptr<grpc::Channel>>;
+  MutexLock lock(mutex);
+  kept.push_back(std::move(channel));
 }
 
 }  // namespace
@@ -169,7 +180,9 @@ std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   // A channel of its own, so that a lost group's backoff is not another channel's.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  auto channel = grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  KeepChannel(channel);
+  return channel;
 }
 
 void InitGrpcLog() { gpr_set_log_function(LogToSpdlog); }

@@ -18,8 +18,8 @@ constexpr absl::Duration kIdleWait = absl::Seconds(1);
 }  // namespace
 
 Leader::Leader(std::unique_ptr<Engine> engine, std::int32_t max_num_waiting)
-    // Adds are bounded by the engine; cancels and results must always find room beside them.
-    : engine_(std::move(engine)), inbox_(4 * static_cast<std::size_t>(max_num_waiting) + 1024) {
+    // A burst waits here until the engine has looked at it, which may still refuse it.
+    : engine_(std::move(engine)), inbox_(static_cast<std::size_t>(max_num_waiting) + 1024) {
   stats_ = engine_->Stats();
   engine_thread_ = std::thread([this] { EngineLoop(); });
 }
@@ -33,10 +33,7 @@ absl::StatusOr<RequestId> Leader::Submit(EngineRequest request, std::shared_ptr<
   const RequestId id{next_id_.fetch_add(1, std::memory_order_relaxed)};
   request.id = id;
   num_requests_.fetch_add(1, std::memory_order_relaxed);
-  if (!inbox_.TryPush({.kind = Message::Kind::kAdd,
-                       .id = id,
-                       .request = std::move(request),
-                       .sink = std::move(sink)})) {
+  if (!inbox_.TryPush({.id = id, .request = std::move(request), .sink = std::move(sink)})) {
     num_requests_.fetch_sub(1, std::memory_order_relaxed);
     return WithReason(absl::ResourceExhaustedError(
                           fmt::format("{} messages wait for the engine", inbox_.capacity())),
@@ -46,14 +43,11 @@ absl::StatusOr<RequestId> Leader::Submit(EngineRequest request, std::shared_ptr<
 }
 
 void Leader::Cancel(RequestId id) {
-  // A full queue holds thousands of messages: the engine is draining it, unless it has stopped.
-  while (!inbox_.TryPush({.kind = Message::Kind::kCancel, .id = id})) {
-    {
-      MutexLock lock(mutex_);
-      if (stopping_) return;
-    }
-    std::this_thread::yield();
+  {
+    MutexLock lock(mutex_);
+    cancelled_.push_back(id);
   }
+  inbox_.Wake();
 }
 
 void Leader::Stop() {
@@ -73,10 +67,6 @@ EngineStats Leader::Stats() const {
 void Leader::HandleInbox(std::vector<Message>& inbox) {
   const absl::Time now = absl::Now();
   for (Message& message : inbox) {
-    if (message.kind == Message::Kind::kCancel) {
-      engine_->Cancel(message.id);
-      continue;
-    }
     const absl::Status added = engine_->Add(std::move(message.request), now);
     if (added.ok()) {
       sinks_.emplace(message.id, std::move(message.sink));
@@ -87,6 +77,13 @@ void Leader::HandleInbox(std::vector<Message>& inbox) {
                                   : added);
     }
   }
+  // After the adds: a request is handed over before anyone can cancel it.
+  std::vector<RequestId> cancelled;
+  {
+    MutexLock lock(mutex_);
+    cancelled.swap(cancelled_);
+  }
+  for (RequestId id : cancelled) engine_->Cancel(id);
 }
 
 std::optional<StepResult> Leader::TakeResult() {

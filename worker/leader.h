@@ -42,7 +42,8 @@ class Leader {
   // Hands a request over; `request.id` is overwritten and returned. RESOURCE_EXHAUSTED when the
   // queue to the engine is full. Everything else that is wrong with it comes by OnRefused().
   absl::StatusOr<RequestId> Submit(EngineRequest request, std::shared_ptr<TokenSink> sink);
-  // Ends a request at the next step with kAborted; ids that have ended are ignored.
+  // Ends a request at the next step with kAborted; ids that have ended are ignored. Never waits:
+  // sinks may call it.
   void Cancel(RequestId id);
 
   // Runs plans on `rank` until Stop() (OK) or an error of the group. Then no request makes
@@ -58,13 +59,13 @@ class Leader {
 
  private:
   struct Message {
-    enum class Kind { kAdd, kCancel } kind = Kind::kAdd;
     RequestId id{};
     EngineRequest request;
     std::shared_ptr<TokenSink> sink;
   };
 
   void EngineLoop();
+  // Adds what has come, then cancels.
   void HandleInbox(std::vector<Message>& inbox);
   void DeliverEvents();
   // Plans as long as the engine has something to run and the executor has room.
@@ -82,6 +83,7 @@ class Leader {
   mutable Mutex mutex_;
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<RequestId> cancelled_ ABSL_GUARDED_BY(mutex_);
   StepPlan
       plans_[2];  // slot step % 2: the engine writes before it counts, the executor reads after
   std::uint64_t planned_ ABSL_GUARDED_BY(mutex_) = 0;   // plans handed over

@@ -29,6 +29,7 @@ struct Flags : GroupFlags {
   std::string leader_address;
   std::vector<std::string> listen = {"0.0.0.0:50052"};
   absl::Duration drain_timeout = absl::Seconds(30);
+  std::int32_t max_failed_starts = 0;
 
   void AddTo(OptionParser& parser) {
     GroupFlags::AddTo(parser);
@@ -43,6 +44,10 @@ struct Flags : GroupFlags {
                "Where the leader listens, comma-separated: host:port or unix-abstract:NAME");
     parser.Add("--drain-timeout", &drain_timeout,
                "After SIGTERM, how long running requests may take to finish");
+    parser.Add(
+        "--max-failed-starts", &max_failed_starts,
+        "Give up when the group has died so often in a row without ever being ready; 0: never",
+        Range(0, 1 << 20));
   }
 };
 
@@ -94,7 +99,8 @@ int Supervise(const Flags& flags, const OptionParser& parser, TerminationSignals
   group.on_ready = [&link](absl::Span<const ReadyFields> ready) { link.ReportReady(ready[0]); };
 
   Supervisor supervisor({.stall_timeout = flags.stall_timeout,
-                         .drain_timeout = flags.drain_timeout + absl::Seconds(5)});
+                         .drain_timeout = flags.drain_timeout + absl::Seconds(5),
+                         .max_failed_starts = flags.max_failed_starts});
   supervisor.AddGroup(std::move(group));
   supervisor.StopOnSignal(signals.fd());
   return supervisor.Run();

@@ -11,6 +11,10 @@
 namespace weft {
 namespace {
 
+// The one collective in which all ranks meet before the first step.
+constexpr std::int64_t kMeetingBytesPerRank = 64;
+constexpr absl::Duration kMeetingTimeout = absl::Minutes(2);
+
 PlanLimits LimitsOf(const RankModel& model, const GroupAgreement& agreement,
                     const RankOptions& options) {
   const std::int32_t v = model.layout.block_size();
@@ -58,17 +62,17 @@ absl::StatusOr<std::unique_ptr<Rank>> Rank::Start(const RankModel& model,
                                                   const RankOptions& options, Fabric& fabric,
                                                   kernels::Stream& stream, Progress& progress) {
   std::unique_ptr<Rank> rank(new Rank(model, agreement, options, fabric, progress));
-  RETURN_IF_ERROR(rank->Connect());
+  ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> meeting, rank->Connect());
   ASSIGN_OR_RETURN(rank->cache_, KvCache::Create(model.kv_shape, agreement.num_blocks));
   ASSIGN_OR_RETURN(
       rank->runner_,
       RankRunner::Create(model.config, model.layout, model.weights, rank->cache_, *rank->world_,
                          *rank->dcp_, RunnerOptionsOf(agreement, options, progress), stream));
-  RETURN_IF_ERROR(rank->MeetOthers(stream));
+  RETURN_IF_ERROR(rank->MeetOthers(*meeting, stream));
   return rank;
 }
 
-absl::Status Rank::Connect() {
+absl::StatusOr<std::unique_ptr<Communicator>> Rank::Connect() {
   const ShardLayout& layout = model_.layout;
   const std::int32_t tp = layout.tensor_parallel_size();
   if (tp > 1) {
@@ -93,26 +97,30 @@ absl::Status Rank::Connect() {
   const std::shared_ptr<CollectiveMux> mux = tp > 1 ? MakeCollectiveMux(fabric_) : nullptr;
   const RunnerOptions runner_options = RunnerOptionsOf(agreement_, options_, progress_);
   const auto make = [&](std::uint32_t id, std::int32_t first, std::int32_t count,
-                        std::int64_t max_bytes) -> std::unique_ptr<Communicator> {
+                        std::int64_t max_bytes,
+                        absl::Duration stall_timeout) -> std::unique_ptr<Communicator> {
     if (count == 1) return MakeSelfCommunicator();
     return MakeFabricCommunicator(mux, layout.rank() - first,
                                   absl::MakeSpan(peers_).subspan(first, count),
                                   absl::MakeSpan(tags).subspan(first, count),
                                   {.id = id,
                                    .max_bytes = max_bytes,
-                                   .stall_timeout = options_.stall_timeout,
+                                   .stall_timeout = stall_timeout,
                                    .progress = &progress_.ticks()});
   };
   const std::int32_t dcp = layout.decode_context_parallel_size();
-  world_ = make(0, 0, tp, RankRunner::MaxCollectiveBytes(model_.config, layout, runner_options));
+  world_ = make(0, 0, tp, RankRunner::MaxCollectiveBytes(model_.config, layout, runner_options),
+                options_.stall_timeout);
   dcp_ =
       make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp,
            DcpAttention::MaxCollectiveBytes(layout, model_.config.head_dim, model_.config.head_dim,
-                                            options_.max_num_batched_tokens));
-  return absl::OkStatus();
+                                            options_.max_num_batched_tokens),
+           options_.stall_timeout);
+  // Ranks get here at different times: some have more to allocate, or a slower disk.
+  return make(1 + tp, 0, tp, kMeetingBytesPerRank * tp, kMeetingTimeout);
 }
 
-absl::Status Rank::MeetOthers(kernels::Stream& stream) {
+absl::Status Rank::MeetOthers(Communicator& meeting, kernels::Stream& stream) {
   struct Entry {
     std::uint64_t fingerprint;
     std::int64_t max_model_len;
@@ -120,9 +128,7 @@ absl::Status Rank::MeetOthers(kernels::Stream& stream) {
   };
   const Entry own{model_.fingerprint, agreement_.max_model_len, agreement_.num_blocks};
   std::vector<Entry> all(world_->size());
-  progress_.BeginStep();
-  RETURN_IF_ERROR(world_->AllGather(&own, all.data(), sizeof(own), stream));
-  EndStep();
+  RETURN_IF_ERROR(meeting.AllGather(&own, all.data(), sizeof(own), stream));
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r].fingerprint == own.fingerprint && all[r].max_model_len == own.max_model_len &&
         all[r].num_blocks == own.num_blocks) {

@@ -94,8 +94,9 @@ class Rank {
   Rank(const RankModel& model, const GroupAgreement& agreement, const RankOptions& options,
        Fabric& fabric, Progress& progress);
 
-  absl::Status Connect();
-  absl::Status MeetOthers(kernels::Stream& stream);
+  // Makes peers and communicators; the result is for MeetOthers() alone.
+  absl::StatusOr<std::unique_ptr<Communicator>> Connect();
+  absl::Status MeetOthers(Communicator& meeting, kernels::Stream& stream);
   absl::Status SendPlan(const StepPlan& plan);
   // Decodes the message in `inbox_` and runs it.
   absl::Status RunMessage(absl::Span<const std::byte> message);

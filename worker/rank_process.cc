@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <future>
 #include <memory>
 #include <optional>
 #include <random>
@@ -117,9 +118,11 @@ class RankProcess {
       : options_(options),
         model_options_(ModelOptionsOf(options)),
         stream_(options.group.threads_per_rank.value_or(
-            std::max(1, AllowedCpus() / options.local_ranks))) {
-    link.SetHealthCheck([this] { return progress_.MovedOrIdle(); });
+            std::max(1, AllowedCpus() / options.local_ranks))),
+        link_(link) {
+    link_.SetHealthCheck([this] { return progress_.MovedOrIdle(); });
   }
+  ~RankProcess() { link_.SetHealthCheck(nullptr); }
 
   absl::Status Load() {
     const absl::Time start = absl::Now();
@@ -185,6 +188,7 @@ class RankProcess {
   const RankModelOptions model_options_;
   Progress progress_;
   kernels::CpuStream stream_;
+  SupervisorLink& link_;
   std::optional<RankModel> model_;
   std::unique_ptr<Fabric> fabric_;
   std::unique_ptr<Rank> rank_;
@@ -291,29 +295,27 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
     return kExitConfigError;
   }
 
+  // What is wrong here is reported here: the followers' streams end with us, and not as a loss.
+  const auto fail = [&](const absl::Status& status) {
+    stopping = true;
+    return Fail(options, status);
+  };
   RankProcess process(options, link);
-  if (absl::Status loaded = process.Load(); !loaded.ok()) return Fail(options, loaded);
+  if (absl::Status loaded = process.Load(); !loaded.ok()) return fail(loaded);
   service.SetState("waiting for ranks");
   absl::StatusOr<GroupAgreement> agreement =
       SettleJoins(options, joins, process, generation, service);
-  if (!agreement.ok()) return Fail(options, agreement.status());
-  if (absl::Status started = process.Start(*agreement); !started.ok()) {
-    return Fail(options, started);
-  }
+  if (!agreement.ok()) return fail(agreement.status());
+  if (absl::Status started = process.Start(*agreement); !started.ok()) return fail(started);
   absl::StatusOr<std::unique_ptr<Engine>> engine =
       MakeEngine(options.group, process.model(), *agreement);
-  if (!engine.ok()) return Fail(options, engine.status());
+  if (!engine.ok()) return fail(engine.status());
   spdlog::info("ready\n{}",
                process.model().Summary(agreement->num_blocks, agreement->max_model_len));
 
   Leader leader(*std::move(engine), options.group.max_num_waiting);
-  service.SetRankInfo(process.Info());
-  service.SetReady(leader, DescribeGroup(options, process.model(), *agreement));
-  (*server)->SetServing("weft.v1.Worker", true);
-  link.ReportReady({{"address", (*server)->addresses().front()}});
-  Ticker ticker([&] { service.SetRankInfo(process.Info()); });
-
   // SIGTERM: no new requests, finish those that run, then leave; followers leave with us.
+  std::promise<void> drained;
   signals.OnSignal([&] {
     spdlog::info("draining {} requests", leader.num_requests());
     service.StartDrain();
@@ -322,11 +324,22 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
       absl::SleepFor(absl::Milliseconds(20));
     }
     leader.Stop();
+    drained.set_value();
   });
-  const absl::Status ended = leader.RunExecutor(process.rank());
+  service.SetRankInfo(process.Info());
+  service.SetReady(leader, DescribeGroup(options, process.model(), *agreement));
+  (*server)->SetServing("weft.v1.Worker", true);
+  link.ReportReady({{"address", (*server)->addresses().front()}});
+  const absl::Status ended = [&] {
+    Ticker ticker([&] { service.SetRankInfo(process.Info()); });
+    return leader.RunExecutor(process.rank());
+  }();
   if (!ended.ok()) ExitGroupLost(0, std::string(ended.message()));
+  drained.get_future().wait();
   stopping = true;
-  (*server)->Shutdown(absl::Milliseconds(100));
+  // The last messages of slow readers get a moment more; the endless streams end with it.
+  (*server)->Shutdown(absl::Milliseconds(500));
+  service.Stop();
   return 0;
 }
 
@@ -390,17 +403,21 @@ int RunFollower(const RankProcessOptions& options, SignalWatch& signals, Supervi
   RankProcess process(options, link);
   if (absl::Status loaded = process.Load(); !loaded.ok()) return Fail(options, loaded);
 
+  spdlog::info("joining the leader at {}", options.leader_address);
   JoinClient join(options.leader_address);
   absl::StatusOr<GroupAgreement> agreement = join.Join(process.Offer(), process.Info());
   if (!agreement.ok()) return Fail(options, agreement.status());
   std::atomic<bool> stop{false};
   std::atomic<bool> terminating{false};
+  std::atomic<bool> failed{false};
   join.WatchEnd([&] {
+    if (failed) return;
     // After SIGTERM the leader drains and then ends the stream: that is how we are told to leave.
     if (!terminating) ExitGroupLost(options.rank, "the leader's Join stream has ended");
     std::_Exit(0);
   });
   if (absl::Status started = process.Start(*agreement); !started.ok()) {
+    failed = true;
     return Fail(options, started);
   }
   link.ReportReady({});

@@ -39,7 +39,7 @@ class GenerateCall final : public TokenSink {
         response.set_finish_reason(v1::FINISH_REASON_LENGTH);
         break;
       case FinishReason::kAborted:
-        writer_->Finish(WithReason(absl::UnavailableError("aborted"), kReasonDraining));
+        writer_->Finish(absl::CancelledError("cancelled"));
         return;
       case FinishReason::kDeadline:
         writer_->Finish(absl::DeadlineExceededError("the request's deadline has passed"));
@@ -106,6 +106,7 @@ class WorkerService::JoinStream final
   explicit JoinStream(WorkerService& service) : service_(service) { StartRead(&request_); }
 
   void Answer(const v1::JoinResponse& response) {
+    if (finished_) return;
     response_ = response;
     StartWrite(&response_);
   }
@@ -118,15 +119,22 @@ class WorkerService::JoinStream final
       return;
     }
     if (rank_ == 0) {
-      const absl::Status joined = service_.joins_.Join({.rank = request_.rank(),
-                                                        .fabric_address = request_.fabric_address(),
-                                                        .num_blocks = request_.num_blocks(),
-                                                        .agreed = request_.agreed()});
+      absl::Status joined;
+      {
+        // Whoever sees the table complete must find this stream's rank, to answer it.
+        MutexLock lock(service_.mutex_);
+        joined = service_.joins_.Join({.rank = request_.rank(),
+                                       .fabric_address = request_.fabric_address(),
+                                       .num_blocks = request_.num_blocks(),
+                                       .agreed = request_.agreed()});
+        if (joined.ok()) rank_ = request_.rank();
+      }
       if (!joined.ok()) {
         FinishOnce(joined);
+        // Two processes believe they are this rank: the group cannot be trusted.
+        if (absl::IsAlreadyExists(joined)) service_.on_follower_lost_(request_.rank(), joined);
         return;
       }
-      rank_ = request_.rank();
     }
     if (request_.has_info()) {
       MutexLock lock(service_.mutex_);
@@ -173,13 +181,16 @@ WorkerService::WorkerService(
   ticker_ = std::thread([this] { TickLoop(); });
 }
 
-WorkerService::~WorkerService() {
+WorkerService::~WorkerService() { Stop(); }
+
+void WorkerService::Stop() {
   {
     MutexLock lock(mutex_);
     stopping_ = true;
   }
   wake_.NotifyAll();
-  ticker_.join();
+  if (ticker_.joinable()) ticker_.join();
+  leader_ = nullptr;
 }
 
 void WorkerService::SetState(std::string state) {
@@ -200,11 +211,11 @@ void WorkerService::AnswerJoins(const v1::JoinResponse& response) {
 void WorkerService::SetReady(Leader& leader, const v1::GroupState& info) {
   {
     MutexLock lock(mutex_);
+    leader_ = &leader;
     state_ = info;
     state_.mutable_group()->set_state("ready");
     state_.mutable_group()->set_ready(true);
   }
-  leader_ = &leader;
   Publish();
 }
 

@@ -41,6 +41,8 @@ class WorkerService final : public v1::Worker::CallbackService {
   void SetRankInfo(const v1::RankInfo& info);
   // Refuses new Generate calls with UNAVAILABLE (DRAINING).
   void StartDrain();
+  // Forgets the leader; call it once the server has shut down and before the leader goes.
+  void Stop();
 
   grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* Generate(
       grpc::CallbackServerContext* context, const v1::WorkerGenerateRequest* request) override;

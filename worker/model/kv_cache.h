@@ -24,7 +24,7 @@ struct KvCacheShape {
 };
 
 // This rank's share of the group's KV: `num_blocks` blocks per layer for K and for V, laid out as
-// kernels/attention.h says. Zeroed at start, so that memory is there before the first request.
+// kernels/attention.h says. Pages come on first use; blocks that were used last are used first.
 class KvCache {
  public:
   // RESOURCE_EXHAUSTED with the size when the memory cannot be had.

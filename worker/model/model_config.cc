@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "fmt/format.h"
+#include "kernels/attention.h"
 #include "server/base/status_macros.h"
 #include "worker/model/json_reader.h"
 
@@ -232,15 +233,23 @@ void ReadHeads(JsonFields& fields, ModelConfig& config) {
     fields.Fail("num_key_value_heads",
                 fmt::format("it must divide num_attention_heads, {}", config.num_q_heads));
   }
+  const auto supported = [](std::int32_t head_dim) {
+    return head_dim % 8 == 0 && head_dim <= kernels::kMaxHeadDim;
+  };
   if (fields.Has("head_dim")) {
     config.head_dim = Dimension(fields, "head_dim");
-    if (config.head_dim % 2 != 0) fields.Fail("head_dim", "it must be even");
+    if (!supported(config.head_dim)) {
+      fields.Fail("head_dim",
+                  fmt::format("it must be a multiple of 8, at most {}", kernels::kMaxHeadDim));
+    }
   } else {
     config.head_dim = config.hidden_size / config.num_q_heads;
-    if (config.hidden_size % config.num_q_heads != 0 || config.head_dim % 2 != 0) {
-      fields.Fail("hidden_size", fmt::format("without head_dim it must be an even multiple of "
-                                             "num_attention_heads, {}",
-                                             config.num_q_heads));
+    if (config.hidden_size % config.num_q_heads != 0 || !supported(config.head_dim)) {
+      fields.Fail(
+          "hidden_size",
+          fmt::format("without head_dim it must be num_attention_heads, {}, times a multiple "
+                      "of 8, at most {}",
+                      config.num_q_heads, kernels::kMaxHeadDim));
     }
   }
   if (std::int64_t{config.num_q_heads} * config.head_dim > kMaxDimension) {

@@ -22,7 +22,8 @@ std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 absl::StatusOr<std::int32_t> BlocksThatFit(const RankModelOptions& options,
                                            const ModelConfig& config, const ShardLayout& layout,
-                                           const KvCacheShape& shape, std::int64_t weight_bytes) {
+                                           const KvCacheShape& shape, std::int64_t weight_bytes,
+                                           std::int64_t available_bytes) {
   if (options.num_blocks.has_value()) return *options.num_blocks;
   const std::int64_t block_bytes = shape.BytesPerBlock();
   const std::int64_t max_model_len = options.max_model_len.value_or(config.max_position_embeddings);
@@ -32,7 +33,7 @@ absl::StatusOr<std::int32_t> BlocksThatFit(const RankModelOptions& options,
   if (options.kv_cache_memory_bytes.has_value()) {
     budget = *options.kv_cache_memory_bytes;
   } else {
-    const std::int64_t share = AvailableMemoryBytes() / 10 * 6 / options.local_ranks;
+    const std::int64_t share = available_bytes / 10 * 6 / options.local_ranks;
     budget = std::min({kDefaultKvBytes, blocks_of_all * block_bytes,
                        share - weight_bytes - kWorkspaceAllowanceBytes});
   }
@@ -94,6 +95,7 @@ absl::Status RankModel::Check(const RankModelOptions& options) {
 
 absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kernels::Stream& stream,
                                           const std::function<void(int done, int of)>& on_layer) {
+  const std::int64_t available_bytes = AvailableMemoryBytes();  // before our weights are in it
   ASSIGN_OR_RETURN(Described described, Described::Read(options));
   auto& [config, layout, checkpoint] = described;
   const DType dtype = options.dtype.value_or(config.dtype);
@@ -108,8 +110,8 @@ absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kerne
   ASSIGN_OR_RETURN(DecoderWeights weights,
                    LoadDecoderWeights(config, *checkpoint, layout, dtype, stream,
                                       [&](int done) { on_layer(done, num_layers); }));
-  ASSIGN_OR_RETURN(std::int32_t num_blocks,
-                   BlocksThatFit(options, config, layout, shape, weights.SizeBytes()));
+  ASSIGN_OR_RETURN(std::int32_t num_blocks, BlocksThatFit(options, config, layout, shape,
+                                                          weights.SizeBytes(), available_bytes));
   return RankModel{.config = std::move(config),
                    .layout = layout,
                    .weights = std::move(weights),
