@@ -175,6 +175,7 @@ TEST(ShardLayoutTest, EveryQueryHeadFindsItsKvHeadInItsGroupAndHeadsTile) {
             ASSERT_TRUE(layout.ok()) << layout.status();
             const IndexRange q = layout->QHeads();
             ASSERT_EQ(q.begin, next_q);
+            ASSERT_EQ(q.begin, rank * heads.num_q_heads / tp);
             ASSERT_GE(q.size(), 1);
             ASSERT_LE(q.size(), layout->PaddedQHeads());
             ASSERT_GE(q.size(), layout->PaddedQHeads() - 1);
@@ -187,6 +188,15 @@ TEST(ShardLayoutTest, EveryQueryHeadFindsItsKvHeadInItsGroupAndHeadsTile) {
             const IndexRange group_kv = layout->GroupKvHeads();
             ASSERT_EQ(group_kv.begin, group_q.begin / g);
             ASSERT_EQ(group_kv.end, (group_q.end - 1) / g + 1);
+            // Where groups and KV heads divide, a group's part has whole KV heads, or lies in one:
+            // "the first ranks get one more" stores extra ones (9 heads on 3, T = 6, N = 2).
+            const std::int32_t groups = tp / dcp;
+            if (kv % groups == 0) {
+              ASSERT_EQ(group_kv.size(), kv / groups);
+            }
+            if (groups % kv == 0) {
+              ASSERT_EQ(group_kv.size(), 1);
+            }
             for (std::int32_t h = q.begin; h < q.end; ++h) {
               ASSERT_TRUE(group_kv.begin <= h / g && h / g < group_kv.end)
                   << "Hq=" << heads.num_q_heads << " Hkv=" << kv << " T=" << tp << " N=" << dcp;
