@@ -244,9 +244,10 @@ class Launch {
 }  // namespace
 
 absl::Status GqaAttention(const GqaAttentionParams& params, void* workspace, Stream& stream) {
-  if (params.head_dim <= 0 || params.head_dim % 8 != 0 || params.head_dim > 256) {
-    return absl::InvalidArgumentError(fmt::format(
-        "head_dim is {}; GqaAttention supports multiples of 8 up to 256", params.head_dim));
+  if (params.head_dim <= 0 || params.head_dim % 8 != 0 || params.head_dim > kMaxHeadDim) {
+    return absl::InvalidArgumentError(
+        fmt::format("head_dim is {}; GqaAttention supports multiples of 8 up to {}",
+                    params.head_dim, kMaxHeadDim));
   }
   if (params.num_rows == 0 || params.num_q_heads == 0) return absl::OkStatus();
   Launch(params, workspace, PoolOf(stream)).Run();

@@ -35,8 +35,6 @@ inline constexpr std::int64_t kMaxRowBlock = 192;
 HWY_BEFORE_NAMESPACE();
 namespace weft::kernels::HWY_NAMESPACE {
 
-// Inputs a converted piece of a panel holds: 16 KB of floats, half of L1.
-constexpr std::int64_t kDepthBlock = 256;
 // Panels that a thread goes through together: two read streams, or as many as a tile has.
 constexpr std::int64_t kDirectPanels = 2;
 // Up to here widening costs more than it saves.
@@ -44,6 +42,8 @@ constexpr std::int64_t kDirectRows = 2 * kTileRows;
 constexpr std::int64_t kPrefetchBytes = 4096;
 constexpr std::int64_t kUnhintedRows = 3;
 constexpr std::int64_t kBlockedPanels = kMaxSums / (kTileRows * kVecs) > 1 ? 2 : 1;
+// Inputs that a widened piece of those panels holds: 16 KB of floats, half of L1.
+constexpr std::int64_t kDepthBlock = 256 / kBlockedPanels;
 
 // y = acc + bias + residual for rows [row, row + num_rows) of one panel.
 void StorePanel(const LinearParams& p, std::int64_t row, std::int64_t num_rows, std::int64_t panel,
