@@ -303,10 +303,14 @@ TEST(ModelConfigTest, RefusesValuesOutOfRange) {
   ExpectRefused(LoadWith({{"dtype", "int8"}}), "dtype", "int8");
   ExpectRefused(LoadWith({{"eos_token_id", 320}}), "eos_token_id", "320");
   ExpectRefused(LoadWith({{"bos_token_id", -1}}), "bos_token_id", "-1");
-  ExpectRefused(LoadWith({{"num_attention_heads", 1 << 20},
-                          {"num_key_value_heads", 1 << 20},
-                          {"head_dim", 1 << 20}}),
-                "num_attention_heads", "1048576");
+  ExpectRefused(
+      LoadWith(
+          {{"num_attention_heads", 1 << 20}, {"num_key_value_heads", 1 << 20}, {"head_dim", 256}}),
+      "num_attention_heads", "1048576");
+  // What attention has no kernel for is refused here, not at the first step.
+  for (const int head_dim : {2, 12, 20, 264}) {
+    ExpectRefused(LoadWith({{"head_dim", head_dim}}), "head_dim", "multiple of 8");
+  }
 }
 
 TEST(ModelConfigTest, RefusesOtherArchitecturesAndListsItsOwn) {
