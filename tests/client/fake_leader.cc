@@ -45,10 +45,12 @@ int Main(int argc, char** argv) {
   GroupFlags flags;
   std::string listen;
   std::int32_t local_ranks = 0;
+  std::int32_t max_failed_starts = 0;
   OptionParser parser("fake-leader", "For tests.");
   flags.AddTo(parser);
   parser.Add("--listen", &listen, "Where");
   parser.Add("--local-ranks", &local_ranks, "Ignored");
+  parser.Add("--max-failed-starts", &max_failed_starts, "Ignored");
   if (const auto exit_code = parser.Parse(argc, argv)) return *exit_code;
   if (flags.model.find("broken") != std::string::npos) {
     fprintf(stderr, "fake-leader: %s is broken\n", flags.model.c_str());
