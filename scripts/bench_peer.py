@@ -17,22 +17,21 @@ import sys
 
 PREFILL = "prefill 512"
 DECODE = "decode, batch 1"
-DECODE_SAMPLED = "decode, batch 1, temperature 1"
 DECODE_8 = "decode, batch 8"
 PEER_FLOOR = 0.5  # of llama.cpp, prefill and batch 1
 LIMIT_FLOOR = 0.35  # of the slower limit, batch 8
+REPEATS = "2"  # of a cell in a round, for each program
 
-# Arguments of each program. Decode starts at a short context and goes on for 128 tokens.
+# Arguments of each program. Decode starts at a short context and goes on for 128 or 64 tokens.
 WEFT_CELLS = {
     PREFILL: ["--prompt", "512", "--tokens", "1"],
     DECODE: ["--prompt", "1", "--tokens", "129"],
-    DECODE_SAMPLED: ["--prompt", "1", "--tokens", "129", "--temperature", "1"],
-    DECODE_8: ["--prompt", "16", "--tokens", "129", "--batch", "8"],
+    DECODE_8: ["--prompt", "16", "--tokens", "65", "--batch", "8"],
 }
 PEER_CELLS = {
     PREFILL: ["llama-bench", "-p", "512", "-n", "0"],
     DECODE: ["llama-bench", "-p", "0", "-n", "128"],
-    DECODE_8: ["llama-batched-bench", "-npp", "16", "-ntg", "128", "-npl", "8", "-c", "2048"],
+    DECODE_8: ["llama-batched-bench", "-npp", "16", "-ntg", "64", "-npl", "8", "-c", "2048"],
 }
 
 
@@ -46,7 +45,7 @@ def run(command):
 
 def measure_weft(args, cell):
     command = [args.weft / "engine_bench", "--model", args.model, "--dtype", "float16"]
-    command += ["--threads", str(args.threads), "--tries", "3", *WEFT_CELLS[cell]]
+    command += ["--threads", str(args.threads), "--tries", REPEATS, *WEFT_CELLS[cell]]
     return json.loads(run(command))
 
 
@@ -55,7 +54,7 @@ def measure_peer(args, cell):
     program, *flags = PEER_CELLS[cell]
     command = [args.peer / program, "-m", args.gguf, "-t", str(args.threads), *flags]
     if program == "llama-bench":
-        return json.loads(run([*command, "-r", "3", "-o", "json"]))[0]["avg_ts"]
+        return json.loads(run([*command, "-r", REPEATS, "-o", "json"]))[0]["avg_ts"]
     lines = run([*command, "--output-format", "jsonl"]).splitlines()
     return json.loads(next(line for line in lines if line.startswith("{")))["speed_tg"]
 
@@ -104,12 +103,9 @@ def print_report(result):
     print(f"{'tokens/s, median (min..max)':32}{'weft':>20}{'llama.cpp':>20}{'ratio':>20}")
     for cell, samples in result["weft"].items():
         own = [sample["tokens_per_second"] for sample in samples]
-        peer = result["peer"].get(cell)
-        line = f"{cell:32}{spread(own):>20}"
-        if peer is not None:
-            ratios = [a / b for a, b in zip(own, peer)]
-            line += f"{spread(peer):>20}{spread(ratios, 2):>20}"
-        print(line)
+        peer = result["peer"][cell]
+        ratios = [a / b for a, b in zip(own, peer)]
+        print(f"{cell:32}{spread(own):>20}{spread(peer):>20}{spread(ratios, 2):>20}")
     print(f"{'limits of the machine':32}{'read GB/s':>20}{'fp32 GFLOP/s':>20}")
     everything = [sample for samples in result["weft"].values() for sample in samples]
     bandwidth = spread([sample["bytes_per_second"] * 1e-9 for sample in everything], 1)
@@ -157,11 +153,17 @@ def main():
         "peer": {cell: [] for cell in PEER_CELLS},
     }
     for done in range(args.rounds):
-        for cell, samples in result["weft"].items():
-            samples.append(measure_weft(args, cell))
-            if cell in result["peer"]:
-                result["peer"][cell].append(measure_peer(args, cell))
-        print(f"round {done + 1} of {args.rounds} done", file=sys.stderr, flush=True)
+        for cell in WEFT_CELLS:
+            own = measure_weft(args, cell)
+            peer = measure_peer(args, cell)
+            result["weft"][cell].append(own)
+            result["peer"][cell].append(peer)
+            print(
+                f"round {done + 1}/{args.rounds}, {cell}: {own['tokens_per_second']:.0f} "
+                f"and {peer:.0f} tokens/s",
+                file=sys.stderr,
+                flush=True,
+            )
     result["load_after"] = "{:.1f} {:.1f} {:.1f}".format(*os.getloadavg())
 
     print_report(result)
