@@ -27,6 +27,11 @@ function(weft_binary name)
   install(TARGETS ${name} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endfunction()
 
+# What the sanitizer builds build: the tests labelled for them.
+foreach(sanitizer asan tsan)
+  add_custom_target(${sanitizer}_tests)
+endforeach()
+
 # weft_test(name SRCS a_test.cc [DEPS targets...] [LABELS labels...] [TIMEOUT seconds])
 # One gtest binary, one ctest entry. WEFT_SOURCE_DIR tells it where tests/data is.
 # Labels: "long" is left out by scripts/test.sh without --all; "asan" / "tsan" pick what the sanitizer builds run.
@@ -39,6 +44,11 @@ function(weft_test name)
     set(ARG_TIMEOUT 120)
   endif()
   add_test(NAME ${name} COMMAND ${name})
+  foreach(sanitizer asan tsan)
+    if(sanitizer IN_LIST ARG_LABELS)
+      add_dependencies(${sanitizer}_tests ${name})
+    endif()
+  endforeach()
   set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}"
     ENVIRONMENT "UCX_NET_DEVICES=lo;UCX_MEM_EVENTS=n;WEFT_BIN_DIR=${CMAKE_BINARY_DIR}/bin")
 endfunction()
