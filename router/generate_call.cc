@@ -160,8 +160,9 @@ void GenerateCall::OnWorkerEnd(absl::Status status) {
     return;
   }
   // Who has been told how it finished does not care how the leader's stream ended.
-  if (finished_) status = absl::OkStatus();
-  if (status.ok() && !finished_) {
+  if (finished_) {
+    status = absl::OkStatus();
+  } else if (status.ok()) {
     status = absl::InternalError("the leader ended the stream without a finish reason");
   }
   writer_->Finish(std::move(status));

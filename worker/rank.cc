@@ -198,12 +198,6 @@ absl::Status Rank::Follow(const std::atomic<bool>& stop) {
   return absl::OkStatus();
 }
 
-void Rank::Abort() {
-  world_->Abort();
-  dcp_->Abort();
-  fabric_.Wake();
-}
-
 void Rank::EndStep() {
   progress_.EndStep();
   MutexLock lock(counters_mutex_);

@@ -60,7 +60,7 @@ struct RankOptions {
 // One rank at work: connected to the others, with KV and a runner. The leader (rank 0) runs plans
 // given to RunStep(), which sends them to the followers; those sit in Follow().
 //
-// Threading: the thread that uses `fabric` (the executor); Abort() from any thread.
+// Threading: the thread that uses `fabric` (the executor).
 class Rank {
  public:
   // Connects to all ranks, allocates KV and workspace, and meets the others in one collective that
@@ -77,9 +77,6 @@ class Rank {
 
   // Follower: runs plans as they come, until `stop` is true (OK) or an error that ends the group.
   absl::Status Follow(const std::atomic<bool>& stop);
-
-  // Makes whatever runs return ABORTED.
-  void Abort();
 
   const RankRunner& runner() const { return *runner_; }
   std::int64_t kv_bytes() const { return cache_.size_bytes(); }
