@@ -67,7 +67,11 @@ class Batch::Call final : public grpc::ClientReadReactor<v1::GenerateResponse> {
 
   void OnDone(const grpc::Status& status) override {
     slot_.ended = true;
-    slot_.completion.status = FromGrpcStatus(status);
+    // Who was told how it finished has everything: a server that shuts down closes the connection
+    // behind its last status, and a write of ours into that loses the status.
+    if (slot_.completion.finish_reason == v1::FINISH_REASON_UNSPECIFIED) {
+      slot_.completion.status = FromGrpcStatus(status);
+    }
     slot_.completion.error_reason = ReasonOf(slot_.completion.status);
     // Our context goes before the end is told: who waits for it may drop the channel next, and the
     // last reference to a channel must not go on one of gRPC's own threads.

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/time/clock.h"
 #include "client/batch.h"
 #include "client/commands.h"
 #include "client/local_cluster.h"
@@ -160,19 +159,11 @@ int RunClient(const std::string& address, const std::vector<v1::GenerateRequest>
   return stats.failed == 0 ? 0 : 1;
 }
 
-// Waits until the router at `address` has a ready group, and prints its layout. False when
-// `cancelled` came first.
-bool WaitUntilReady(const std::string& address, const std::atomic<bool>& cancelled) {
+void PrintLayout(const std::string& address) {
   const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
-  while (!cancelled) {
-    const auto info = FetchServerInfo(*stub, absl::Seconds(1));
-    if (info.ok() && info->groups_size() > 0 && info->groups(0).ready()) {
-      fmt::print(stderr, "{}: {}\n", info->groups(0).model(), DescribeLayout(info->groups(0)));
-      return true;
-    }
-    absl::SleepFor(absl::Milliseconds(20));
-  }
-  return false;
+  const auto info = FetchServerInfo(*stub, absl::Seconds(5));
+  if (!info.ok() || info->groups().empty()) return;
+  fmt::print(stderr, "{}: {}\n", info->groups(0).model(), DescribeLayout(info->groups(0)));
 }
 
 // The arguments of a router that serves this call only.
@@ -211,12 +202,11 @@ int RunOffline(const GroupFlags& group, std::vector<std::string> worker_argument
   LocalCluster cluster = {.tensor_parallel_size = group.tensor_parallel_size,
                           .worker_arguments = std::move(worker_arguments),
                           .router_arguments = RouterArguments(group, flags)};
-  cluster.on_router_ready = [&](const std::string& address) {
+  cluster.on_ready = [&](const std::string& address) {
     if (client.joinable()) return;  // the router was restarted; its requests have failed
     client = std::thread([&, address] {
-      if (WaitUntilReady(address, cancelled)) {
-        client_code = RunClient(address, requests, flags, cancelled);
-      }
+      PrintLayout(address);
+      client_code = RunClient(address, requests, flags, cancelled);
       supervisor.RequestStop();
     });
   };

@@ -31,18 +31,13 @@ void LocalCluster::AddTo(Supervisor& supervisor) const {
 
   GroupSpec workers = {.name = "workers", .members = {{.name = "weft-worker"}}};
   workers.members[0].command = [worker](absl::Span<const ReadyFields>) { return worker; };
-  if (on_workers_ready) {
-    workers.on_ready = [done = on_workers_ready](absl::Span<const ReadyFields>) { done(); };
-  }
   supervisor.AddGroup(std::move(workers));
 
   GroupSpec routers = {.name = "router", .members = {{.name = "weft-router"}}};
   routers.members[0].command = [router](absl::Span<const ReadyFields>) { return router; };
-  if (on_router_ready) {
-    routers.on_ready = [done = on_router_ready](absl::Span<const ReadyFields> ready) {
-      done(ready[0].at("address"));
-    };
-  }
+  routers.on_ready = [done = on_ready](absl::Span<const ReadyFields> ready) {
+    done(ready[0].at("address"));
+  };
   supervisor.AddGroup(std::move(routers));
 }
 

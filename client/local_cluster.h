@@ -13,10 +13,8 @@ struct LocalCluster {
   int tensor_parallel_size = 1;
   std::vector<std::string> worker_arguments;  // GroupFlags::Arguments()
   std::vector<std::string> router_arguments;  // RouterFlags::Arguments()
-  // Each time the router has started; with the address it listens on.
-  std::function<void(const std::string& address)> on_router_ready;
-  // Each time the group has started.
-  std::function<void()> on_workers_ready;
+  // Each time the router has started and has a ready group; with the address it listens on.
+  std::function<void(const std::string& address)> on_ready;
 
   // Adds both to `supervisor`, the router last: it stops first, and what is in flight can end. The
   // leader listens on a name of its own that nobody else on this host has.

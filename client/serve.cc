@@ -41,11 +41,9 @@ int ServeCommand(int argc, char** argv) {
   LocalCluster cluster = {.tensor_parallel_size = group.tensor_parallel_size,
                           .worker_arguments = GroupFlags::Arguments(parser),
                           .router_arguments = RouterFlags::Arguments(parser)};
-  cluster.on_router_ready = [](const std::string& address) {
-    spdlog::info("the router listens on {}", address);
-  };
-  cluster.on_workers_ready = [&group] {
-    spdlog::info("{} is ready on {} ranks", group.ServedModelName(), group.tensor_parallel_size);
+  cluster.on_ready = [&group](const std::string& address) {
+    spdlog::info("{} is ready on {} ranks at {}", group.ServedModelName(),
+                 group.tensor_parallel_size, address);
   };
   cluster.AddTo(supervisor);
   return supervisor.Run();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -23,6 +24,11 @@ struct GroupSnapshot {
 // All groups at one moment, in the order of --groups.
 struct ClusterSnapshot {
   std::vector<std::shared_ptr<const GroupSnapshot>> groups;
+
+  bool AnyReady() const {
+    return std::any_of(groups.begin(), groups.end(),
+                       [](const auto& group) { return group->ready; });
+  }
 };
 
 }  // namespace weft

@@ -23,6 +23,9 @@
 namespace weft {
 namespace {
 
+// How late health checks may learn that the first group came or the last one went.
+constexpr absl::Duration kReadinessInterval = absl::Milliseconds(20);
+
 struct Flags : CommonFlags, RouterFlags {
   std::vector<std::string> groups;
 };
@@ -64,11 +67,19 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   RouterService service(context);
   ASSIGN_OR_RETURN(const std::unique_ptr<GrpcServer> server,
                    GrpcServer::Start({.listen_addresses = flags.ListenAddresses()}, {&service}));
-  server->SetServing(v1::Inference::service_full_name(), true);
-  link.ReportReady({{"address", server->addresses().front()}});
-  spdlog::info("serving {} on {}", flags.ServedModelName(), fmt::join(server->addresses(), ", "));
+  server->SetServing(v1::Inference::service_full_name(), false);
+  spdlog::info("listening on {}", fmt::join(server->addresses(), ", "));
 
-  signals.Wait();
+  // Readiness follows the groups; the supervisor hears of the first time.
+  bool was_ready = false;
+  bool reported = false;
+  do {
+    const bool ready = cluster.Snapshot()->AnyReady();
+    if (ready != was_ready) server->SetServing(v1::Inference::service_full_name(), ready);
+    if (ready && !reported) link.ReportReady({{"address", server->addresses().front()}});
+    was_ready = ready;
+    reported |= ready;
+  } while (signals.Wait(kReadinessInterval) == 0);
   spdlog::info("stopping: requests in flight have {}", absl::FormatDuration(flags.drain_timeout));
   server->Shutdown(flags.drain_timeout);
   return absl::OkStatus();

@@ -89,7 +89,7 @@ class Cluster:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.timeout = timeout
-        self.address = self.wait_for_line(r"router listens on (\S+)").group(1)
+        self.address = self.wait_for_line(r"listening on (\S+)").group(1)
         if wait:
             self.wait_ready()
 
