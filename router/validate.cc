@@ -56,6 +56,9 @@ absl::Status ValidatePrompt(const v1::GenerateRequest& request, const RequestLim
         return absl::InvalidArgumentError("the prompt is empty; at least one token is needed");
       }
       return absl::OkStatus();
+    case v1::GenerateRequest::kChat:
+      return absl::InvalidArgumentError(
+          "chat prompts are not supported yet; set text or token_ids");
     case v1::GenerateRequest::PROMPT_NOT_SET:
       break;
   }

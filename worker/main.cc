@@ -28,6 +28,7 @@ struct Flags : GroupFlags {
   std::optional<std::int32_t> local_ranks;
   std::string leader_address;
   std::vector<std::string> listen = {"0.0.0.0:50052"};
+  absl::Duration join_timeout = absl::Minutes(30);
   absl::Duration drain_timeout = absl::Seconds(30);
   std::int32_t max_failed_starts = 0;
 
@@ -42,6 +43,8 @@ struct Flags : GroupFlags {
     parser.Add("--leader-address", &leader_address, "Where rank 0 listens, for the other ranks");
     parser.Add("--listen", &listen,
                "Where the leader listens, comma-separated: host:port or unix-abstract:NAME");
+    parser.Add("--join-timeout", &join_timeout,
+               "How long ranks wait for each other to have loaded; a rank that waits longer fails");
     parser.Add("--drain-timeout", &drain_timeout,
                "After SIGTERM, how long running requests may take to finish");
     parser.Add(
@@ -85,6 +88,7 @@ int Supervise(const Flags& flags, const OptionParser& parser, TerminationSignals
     command.insert(command.end(), common.begin(), common.end());
     command.push_back(fmt::format("--rank={}", rank));
     command.push_back(fmt::format("--local-ranks={}", num_ranks));
+    command.push_back(fmt::format("--join-timeout={}", absl::FormatDuration(flags.join_timeout)));
     command.push_back(fmt::format("--drain-timeout={}", absl::FormatDuration(flags.drain_timeout)));
     if (rank == 0) {
       for (const std::string& address : flags.listen) command.push_back("--listen=" + address);
@@ -129,6 +133,7 @@ int Main(int argc, char** argv) {
                          .local_ranks = flags.local_ranks.value_or(1),
                          .listen = flags.listen,
                          .leader_address = flags.leader_address,
+                         .join_timeout = flags.join_timeout,
                          .drain_timeout = flags.drain_timeout},
                         signals, link);
 }

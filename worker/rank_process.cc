@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -17,19 +18,23 @@
 
 #include "absl/time/clock.h"
 #include "fmt/format.h"
-#include "grpcpp/channel.h"
-#include "grpcpp/client_context.h"
 #include "kernels/device/cpu_target.h"
 #include "server/base/log.h"
 #include "server/base/status_macros.h"
 #include "server/grpc_server.h"
-#include "server/grpc_status.h"
+#include "server/ticker.h"
+#include "worker/join_client.h"
 #include "worker/leader.h"
 #include "worker/rank.h"
 #include "worker/worker_service.h"
 
 namespace weft {
 namespace {
+
+// How often a rank's counters reach the leader's WatchState.
+constexpr auto kInfoInterval = std::chrono::milliseconds(500);
+// What the followers of a group that cannot start get to hear why.
+constexpr absl::Duration kLastWordsTimeout = absl::Seconds(2);
 
 // Errors of the group are not the user's; everything else that stops a start is.
 bool IsGroupError(const absl::Status& status) {
@@ -194,35 +199,6 @@ class RankProcess {
   std::unique_ptr<Rank> rank_;
 };
 
-// Calls `tick` every 500 ms on a thread of its own.
-class Ticker {
- public:
-  explicit Ticker(std::function<void()> tick)
-      : thread_([this, tick = std::move(tick)] {
-          MutexLock lock(mutex_);
-          while (!stopping_) {
-            const auto next = std::chrono::steady_clock::now() + std::chrono::milliseconds(500);
-            while (!stopping_ && wake_.WaitUntil(mutex_, next)) {
-            }
-            if (!stopping_) tick();
-          }
-        }) {}
-  ~Ticker() {
-    {
-      MutexLock lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.NotifyAll();
-    thread_.join();
-  }
-
- private:
-  Mutex mutex_;
-  CondVar wake_;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;
-};
-
 v1::GroupState DescribeGroup(const RankProcessOptions& options, const RankModel& model,
                              const GroupAgreement& agreement) {
   v1::GroupState state;
@@ -305,7 +281,12 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   service.SetState("waiting for ranks");
   absl::StatusOr<GroupAgreement> agreement =
       SettleJoins(options, joins, process, generation, service);
-  if (!agreement.ok()) return fail(agreement.status());
+  if (!agreement.ok()) {
+    stopping = true;
+    service.RefuseJoins(agreement.status());
+    (*server)->Shutdown(kLastWordsTimeout);  // the followers hear why
+    return Fail(options, agreement.status());
+  }
   if (absl::Status started = process.Start(*agreement); !started.ok()) return fail(started);
   absl::StatusOr<std::unique_ptr<Engine>> engine =
       MakeEngine(options.group, process.model(), *agreement);
@@ -331,7 +312,7 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   (*server)->SetServing("weft.v1.Worker", true);
   link.ReportReady({{"address", (*server)->addresses().front()}});
   const absl::Status ended = [&] {
-    Ticker ticker([&] { service.SetRankInfo(process.Info()); });
+    Ticker ticker(kInfoInterval, [&] { service.SetRankInfo(process.Info()); });
     return leader.RunExecutor(process.rank());
   }();
   if (!ended.ok()) ExitGroupLost(0, std::string(ended.message()));
@@ -343,69 +324,14 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   return 0;
 }
 
-// The follower's side of Join: a blocking stream on a thread of its own.
-class JoinClient {
- public:
-  explicit JoinClient(const std::string& leader_address)
-      : stub_(v1::Worker::NewStub(NewGrpcChannel(leader_address))) {}
-  ~JoinClient() {
-    context_.TryCancel();
-    if (watch_.joinable()) watch_.join();
-  }
-
-  absl::StatusOr<GroupAgreement> Join(const RankOffer& offer, const v1::RankInfo& info) {
-    context_.set_wait_for_ready(true);
-    stream_ = stub_->Join(&context_);
-    v1::JoinRequest request;
-    request.set_rank(offer.rank);
-    request.set_fabric_address(offer.fabric_address);
-    request.set_num_blocks(offer.num_blocks);
-    request.set_agreed(offer.agreed);
-    *request.mutable_info() = info;
-    v1::JoinResponse response;
-    if (!stream_->Write(request) || !stream_->Read(&response)) {
-      const absl::Status status = FromGrpcStatus(stream_->Finish());
-      return absl::UnavailableError(
-          fmt::format("the leader did not take this rank: {}", std::string(status.message())));
-    }
-    GroupAgreement agreement;
-    agreement.fabric_addresses.assign(response.fabric_addresses().begin(),
-                                      response.fabric_addresses().end());
-    agreement.num_blocks = response.num_blocks();
-    agreement.max_model_len = response.max_model_len();
-    return agreement;
-  }
-
-  // Runs `on_end` once the stream ends, whoever ends it.
-  void WatchEnd(std::function<void()> on_end) {
-    watch_ = std::thread([this, on_end = std::move(on_end)] {
-      v1::JoinResponse ignored;
-      while (stream_->Read(&ignored)) {
-      }
-      on_end();
-    });
-  }
-
-  void Send(const v1::RankInfo& info) {
-    v1::JoinRequest request;
-    *request.mutable_info() = info;
-    stream_->Write(request);
-  }
-
- private:
-  const std::unique_ptr<v1::Worker::Stub> stub_;
-  grpc::ClientContext context_;
-  std::unique_ptr<grpc::ClientReaderWriter<v1::JoinRequest, v1::JoinResponse>> stream_;
-  std::thread watch_;
-};
-
 int RunFollower(const RankProcessOptions& options, SignalWatch& signals, SupervisorLink& link) {
   RankProcess process(options, link);
   if (absl::Status loaded = process.Load(); !loaded.ok()) return Fail(options, loaded);
 
   spdlog::info("joining the leader at {}", options.leader_address);
   JoinClient join(options.leader_address);
-  absl::StatusOr<GroupAgreement> agreement = join.Join(process.Offer(), process.Info());
+  absl::StatusOr<GroupAgreement> agreement =
+      join.Join(process.Offer(), process.Info(), options.join_timeout);
   if (!agreement.ok()) return Fail(options, agreement.status());
   std::atomic<bool> stop{false};
   std::atomic<bool> terminating{false};
@@ -421,7 +347,7 @@ int RunFollower(const RankProcessOptions& options, SignalWatch& signals, Supervi
     return Fail(options, started);
   }
   link.ReportReady({});
-  Ticker ticker([&] { join.Send(process.Info()); });
+  Ticker ticker(kInfoInterval, [&] { join.Send(process.Info()); });
   signals.OnSignal([&] { terminating = true; });
   const absl::Status ended = process.rank().Follow(stop);
   ExitGroupLost(options.rank, std::string(ended.message()));

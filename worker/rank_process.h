@@ -21,7 +21,7 @@ struct RankProcessOptions {
   std::int32_t local_ranks = 1;                     // that share this host's cores and memory
   std::vector<std::string> listen;                  // leader: where routers and followers reach it
   std::string leader_address;                       // followers
-  absl::Duration join_timeout = absl::Minutes(30);  // leader: for all followers to have loaded
+  absl::Duration join_timeout = absl::Minutes(30);  // for all ranks to have loaded
   absl::Duration drain_timeout = absl::Seconds(30);
 };
 

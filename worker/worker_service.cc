@@ -111,6 +111,9 @@ class WorkerService::JoinStream final
     StartWrite(&response_);
   }
   std::int32_t rank() const { return rank_; }
+  void FinishOnce(const absl::Status& status) {
+    if (!finished_.exchange(true)) Finish(ToGrpcStatus(status));
+  }
 
  private:
   void OnReadDone(bool ok) override {
@@ -162,10 +165,6 @@ class WorkerService::JoinStream final
     delete this;
   }
 
-  void FinishOnce(const absl::Status& status) {
-    if (!finished_.exchange(true)) Finish(ToGrpcStatus(status));
-  }
-
   WorkerService& service_;
   v1::JoinRequest request_;
   v1::JoinResponse response_;
@@ -206,6 +205,11 @@ void WorkerService::AnswerJoins(const v1::JoinResponse& response) {
   for (JoinStream* stream : join_streams_) {
     if (stream->rank() != 0) stream->Answer(response);
   }
+}
+
+void WorkerService::RefuseJoins(const absl::Status& status) {
+  MutexLock lock(mutex_);
+  for (JoinStream* stream : join_streams_) stream->FinishOnce(status);
 }
 
 void WorkerService::SetReady(Leader& leader, const v1::GroupState& info) {

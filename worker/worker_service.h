@@ -34,6 +34,8 @@ class WorkerService final : public v1::Worker::CallbackService {
   void SetState(std::string state);
   // Tells every joined follower what was settled.
   void AnswerJoins(const v1::JoinResponse& response);
+  // Ends every follower's stream with `status`: the group cannot start.
+  void RefuseJoins(const absl::Status& status);
   // Serves Generate from now on. `info` has what does not change: layout, sizes; its load and its
   // ranks are filled in for each WatchState message. `leader` outlives the service.
   void SetReady(Leader& leader, const v1::GroupState& info);

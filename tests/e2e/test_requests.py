@@ -1,6 +1,7 @@
 """What a request meets on its way: capacity, cancellation, deadlines, bad input."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -109,6 +110,30 @@ def test_what_cannot_be_is_refused_at_start_in_one_line(flags, mention):
     assert code != 0
     said = [line for line in stderr.splitlines() if mention in line]
     assert said, stderr
+
+
+def test_a_rank_that_does_not_fit_its_group_is_told_why():
+    address = f"unix-abstract:weft-test-join-{os.getpid()}"
+    flags = ["--model", golden_dir(MODEL), "-tp", "2", "-dcp", "2", "--local-ranks=2"]
+    ranks = [subprocess.Popen([BIN / "weft-worker", *map(str, flags), *own], env=ENV, stderr=subprocess.PIPE, text=True)
+             for own in (["--rank=0", "--listen", address],
+                         ["--rank=1", "--leader-address", address, "--kv-cache-dtype=float16"])]
+    try:
+        for rank in ranks:
+            err = rank.communicate(timeout=60)[1]
+            assert rank.returncode == 78, err
+            assert "all ranks need the same model, layout and flags" in err
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_a_rank_does_not_wait_forever_for_a_leader():
+    follower = subprocess.run(
+        [BIN / "weft-worker", "--model", golden_dir(MODEL), "-tp", "2", "--rank=1", "--join-timeout=100ms",
+         "--leader-address=unix-abstract:weft-test-nobody"], env=ENV, capture_output=True, text=True, timeout=60)
+    assert follower.returncode == 70
+    assert "no leader listens at unix-abstract:weft-test-nobody" in follower.stderr
 
 
 def test_a_port_in_use_is_a_start_up_error(cluster):

@@ -1,0 +1,66 @@
+#include "worker/join_client.h"
+
+#include <chrono>
+#include <utility>
+
+#include "fmt/format.h"
+#include "server/grpc_server.h"
+#include "server/grpc_status.h"
+
+namespace weft {
+
+JoinClient::JoinClient(const std::string& leader_address)
+    : leader_address_(leader_address),
+      channel_(NewGrpcChannel(leader_address)),
+      stub_(v1::Worker::NewStub(channel_)) {}
+
+JoinClient::~JoinClient() {
+  context_.TryCancel();
+  if (watch_.joinable()) watch_.join();
+}
+
+absl::StatusOr<GroupAgreement> JoinClient::Join(const RankOffer& offer, const v1::RankInfo& info,
+                                                absl::Duration timeout) {
+  if (!channel_->WaitForConnected(std::chrono::system_clock::now() +
+                                  absl::ToChronoNanoseconds(timeout))) {
+    return absl::UnavailableError(fmt::format("no leader listens at {} after {} (--join-timeout)",
+                                              leader_address_, absl::FormatDuration(timeout)));
+  }
+  stream_ = stub_->Join(&context_);
+  v1::JoinRequest request;
+  request.set_rank(offer.rank);
+  request.set_fabric_address(offer.fabric_address);
+  request.set_num_blocks(offer.num_blocks);
+  request.set_agreed(offer.agreed);
+  *request.mutable_info() = info;
+  v1::JoinResponse response;
+  if (!stream_->Write(request) || !stream_->Read(&response)) {
+    const absl::Status status = FromGrpcStatus(stream_->Finish());
+    const std::string why =
+        fmt::format("the leader did not take this rank: {}", std::string(status.message()));
+    return status.ok() ? absl::UnavailableError(why) : absl::Status(status.code(), why);
+  }
+  GroupAgreement agreement;
+  agreement.fabric_addresses.assign(response.fabric_addresses().begin(),
+                                    response.fabric_addresses().end());
+  agreement.num_blocks = response.num_blocks();
+  agreement.max_model_len = response.max_model_len();
+  return agreement;
+}
+
+void JoinClient::WatchEnd(std::function<void()> on_end) {
+  watch_ = std::thread([this, on_end = std::move(on_end)] {
+    v1::JoinResponse ignored;
+    while (stream_->Read(&ignored)) {
+    }
+    on_end();
+  });
+}
+
+void JoinClient::Send(const v1::RankInfo& info) {
+  v1::JoinRequest request;
+  *request.mutable_info() = info;
+  stream_->Write(request);
+}
+
+}  // namespace weft
