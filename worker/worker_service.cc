@@ -7,6 +7,7 @@
 
 #include "absl/time/clock.h"
 #include "fmt/format.h"
+#include "server/base/status_macros.h"
 #include "server/error_reason.h"
 #include "server/grpc_status.h"
 #include "server/grpc_stream.h"
@@ -74,6 +75,26 @@ bool ReplaceState(v1::GroupState& into, v1::GroupState& next) {
   return true;
 }
 
+// A field that would be ignored silently is refused; its neutral value is not.
+absl::Status RefuseUnsupported(const v1::SamplingParams& in) {
+  const std::pair<const char*, bool> fields[] = {
+      {"min_p", in.min_p() != 0},
+      {"presence_penalty", in.presence_penalty() != 0},
+      {"frequency_penalty", in.frequency_penalty() != 0},
+      {"repetition_penalty", in.has_repetition_penalty() && in.repetition_penalty() != 1},
+      {"min_tokens", in.min_tokens() != 0},
+      {"logit_bias", !in.logit_bias().empty()},
+      {"allowed_token_ids", !in.allowed_token_ids().empty()},
+      {"bad_words_token_ids", !in.bad_words_token_ids().empty()},
+      {"logprobs", in.has_logprobs()},
+      {"prompt_logprobs", in.has_prompt_logprobs()},
+  };
+  for (const auto& [name, given] : fields) {
+    if (given) return absl::InvalidArgumentError(fmt::format("{} is not supported yet", name));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<EngineRequest> ToEngineRequest(const v1::WorkerGenerateRequest& request,
                                               absl::Span<const std::int32_t> eos_token_ids,
                                               absl::Time deadline) {
@@ -81,7 +102,9 @@ absl::StatusOr<EngineRequest> ToEngineRequest(const v1::WorkerGenerateRequest& r
   if (!in.has_seed()) {
     return absl::InvalidArgumentError("sampling.seed is missing; routers always give one");
   }
+  RETURN_IF_ERROR(RefuseUnsupported(in));
   EngineRequest out;
+  out.priority = request.priority();
   out.prompt_token_ids.assign(request.prompt_token_ids().begin(), request.prompt_token_ids().end());
   out.resume_token_ids.assign(request.resume_token_ids().begin(), request.resume_token_ids().end());
   if (in.has_max_tokens()) out.max_tokens = in.max_tokens();
