@@ -68,7 +68,7 @@ absl::Status GqaAttention(const GqaAttentionParams& params, void* workspace, Str
 std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_q_heads,
                                         std::int32_t head_dim, const Stream& stream);
 
-// Writes K and V of rows this rank owns into their slots (KvSlot of worker/model/shard_layout.h),
+// Writes K and V of rows this rank owns into their slots (ShardLayout says which),
 // rounding to kv_dtype (to nearest even; beyond float16 becomes infinite).
 struct KvAppendParams {
   const float* k;  // [num_rows, num_kv_heads, head_dim], kv_stride floats from row to row

@@ -42,3 +42,5 @@ if [ "$sanitizers" = 1 ]; then
     run_tests "$preset" -L "$preset"
   done
 fi
+
+if [ "$all" = 1 ]; then scripts/mutants.sh; fi

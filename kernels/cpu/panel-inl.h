@@ -195,7 +195,9 @@ HWY_INLINE void PanelProduct(const float* HWY_RESTRICT x, std::int64_t x_stride,
         PanelTile<Weights, kRows, kPanels, decltype(prefetch)::value>(
             x + row * x_stride, x_stride, depth, run.data + first * run.stride_bytes, run,
             run.acc + first * run.acc_panel_stride + row * run.acc_stride,
-            run.next + (tile * run.count + first) * depth * next_step, kPanels * next_step);
+            decltype(prefetch)::value ? run.next + (tile * run.count + first) * depth * next_step
+                                      : nullptr,
+            kPanels * next_step);
       };
       const auto hinted = [&](auto num_panels, std::int64_t first) HWY_ATTR {
         if (run.next != nullptr) {

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import time
@@ -31,6 +33,29 @@ def test_position_sharding_serves_what_one_rank_could_not_hold():
     with Cluster(golden_dir(MODEL), *flags, "-dcp", 2) as cluster:
         assert cluster.status()["max_model_len"] in (256, "256")
         assert cluster.generate(*ask)[0]["token_ids"] == prompt["greedy"]
+
+
+def test_peak_memory_is_what_start_up_prints(tmp_path):
+    # Code, heap and what gRPC and UCX keep for themselves, whatever the model.
+    base = 64 << 20
+    # Lines of 300 tokens that take up the whole cache together: 11,520 bytes a token and rank.
+    kv_bytes = 24_000_000
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(
+        json.dumps({"prompt_token_ids": [(7 * i + j) % 49152 for j in range(300)], "max_tokens": 2}) + "\n"
+        for i in range(14)))
+    with Cluster(ROOT / "models/smollm2-135m-instruct", "-tp", 2, "-dcp", 2,
+                 "--kv-cache-memory-bytes", kv_bytes) as cluster:
+        cluster.generate("--prompts-file", prompts, "--concurrency=14", "--temperature=0")
+        ranks = wait_until(lambda: [r for r in cluster.status()["ranks"] if int(r["workspace_bytes"])], 10, "sizes")
+        assert len(ranks) == 2
+        for rank in ranks:
+            status = pathlib.Path("/proc", str(rank["pid"]), "status").read_text()
+            peak = int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) << 10
+            sizes = [int(rank[name]) for name in ("weight_bytes", "kv_bytes", "workspace_bytes")]
+            assert sizes[1] <= kv_bytes
+            # Nearly all of the cache was written; the least is to see that the peak is of that run.
+            assert sizes[0] + 0.9 * sizes[1] < peak < sum(sizes) + base, (rank, peak)
 
 
 @pytest.fixture(scope="module")
