@@ -38,9 +38,9 @@ RunnerOptions RunnerOptionsOf(const GroupAgreement& agreement, const RankOptions
 
 }  // namespace
 
-bool Progress::MovedOrIdle() {
+bool Progress::MovedOrIdle(std::uint64_t signs) {
   const bool busy = busy_.load(std::memory_order_relaxed);
-  const std::uint64_t now = ticks_.load(std::memory_order_relaxed) + steps();
+  const std::uint64_t now = ticks_.load(std::memory_order_relaxed) + steps() + signs;
   const bool moved = now != seen_;
   seen_ = now;
   return moved || !busy;

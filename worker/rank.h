@@ -39,8 +39,8 @@ class Progress {
   std::uint64_t steps() const { return steps_.load(std::memory_order_relaxed); }
 
   // For the supervisor's health check: true when idle, or when something has happened since the
-  // last call. One caller.
-  bool MovedOrIdle();
+  // last call; `signs` counts whatever else is a sign of life. One caller.
+  bool MovedOrIdle(std::uint64_t signs);
 
  private:
   std::atomic<bool> busy_{false};

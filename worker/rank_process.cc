@@ -125,7 +125,7 @@ class RankProcess {
         stream_(options.group.threads_per_rank.value_or(
             std::max(1, AllowedCpus() / options.local_ranks))),
         link_(link) {
-    link_.SetHealthCheck([this] { return progress_.MovedOrIdle(); });
+    link_.SetHealthCheck([this] { return progress_.MovedOrIdle(stream_.pool().num_claims()); });
   }
   ~RankProcess() { link_.SetHealthCheck(nullptr); }
 

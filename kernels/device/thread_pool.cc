@@ -139,6 +139,7 @@ struct ThreadPool::Impl {
   std::atomic<bool> caller_sleeps{false};
   std::atomic<bool> stopping{false};
   std::vector<std::thread> workers;
+  std::atomic<std::uint64_t> run_alone{0};  // tasks that were not claimed; written by the caller
 };
 
 ThreadPool::ThreadPool(int num_threads) {
@@ -150,10 +151,19 @@ ThreadPool::~ThreadPool() = default;
 
 int ThreadPool::num_threads() const { return static_cast<int>(impl_->workers.size()) + 1; }
 
+std::uint64_t ThreadPool::num_claims() const {
+  return impl_->claim.load(std::memory_order_relaxed) +
+         impl_->run_alone.load(std::memory_order_relaxed);
+}
+
 void ThreadPool::ParallelFor(std::int64_t num_tasks, Task task) {
   DCHECK(num_tasks < static_cast<std::int64_t>(kClosed));
   if (num_tasks <= 1 || impl_->workers.empty()) {
-    for (std::int64_t index = 0; index < num_tasks; ++index) task(index, 0);
+    for (std::int64_t index = 0; index < num_tasks; ++index) {
+      impl_->run_alone.store(impl_->run_alone.load(std::memory_order_relaxed) + 1,
+                             std::memory_order_relaxed);
+      task(index, 0);
+    }
     return;
   }
   impl_->Run(num_tasks, task);

@@ -20,6 +20,10 @@ class ThreadPool {
 
   int num_threads() const;
 
+  // Another value whenever a task was started since: a sign of life from inside a long job. Any
+  // thread.
+  std::uint64_t num_claims() const;
+
   // Runs task(index, thread) for every index in [0, num_tasks), thread in [0, num_threads), and
   // returns when all have returned. Indices are handed out in increasing order; which thread gets
   // which is unspecified, so results must not depend on it.

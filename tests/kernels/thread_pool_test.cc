@@ -43,6 +43,22 @@ TEST(ThreadPoolTest, JobsFollowEachOther) {
   EXPECT_EQ(total, want);
 }
 
+// The watchdog of a rank must not take one long job for a stall.
+TEST(ThreadPoolTest, EveryTaskIsASignOfLife) {
+  for (const int threads : {1, 3}) {
+    ThreadPool pool(threads);
+    std::uint64_t seen = pool.num_claims();
+    for (const std::int64_t tasks : {1, 2, 7}) {
+      pool.ParallelFor(tasks, [&](std::int64_t /*index*/, int thread) {
+        if (thread != 0) return;
+        const std::uint64_t now = pool.num_claims();
+        EXPECT_NE(now, seen);
+        seen = now;
+      });
+    }
+  }
+}
+
 TEST(ThreadPoolTest, WakesAfterSleep) {
   ThreadPool pool(3);
   for (int round = 0; round < 20; ++round) {
