@@ -7,27 +7,30 @@
 
 namespace weft::kernels {
 
-// out = weight * x / sqrt(mean(x^2) + eps), per row of `size` floats.
+// out = weight * x / sqrt(mean(x^2) + eps), per `size` floats.
 struct RmsNormParams {
-  const float* x;       // [num_rows, size]
+  const float* x;       // [num_rows, num_heads, size], row_stride floats from row to row
   const float* weight;  // [size]
-  float* out;           // [num_rows, size]; may be x
+  float* out;           // as x; may be x
   std::int32_t num_rows;
   std::int32_t size;
   float eps;
+  std::int32_t num_heads = 1;   // normed apart, with the same weight
+  std::int64_t row_stride = 0;  // 0: num_heads * size
 };
 
 absl::Status RmsNorm(const RmsNormParams& params, Stream& stream);
 
 // Rotates pairs (i, i + head_dim / 2) ("rotate_half"): a' = a cos - b sin, b' = b cos + a sin.
 struct RopeParams {
-  float* x;          // [num_rows, num_heads, head_dim], row_stride floats from row to row, in place
+  float* x;          // [num_rows, num_heads, head_dim], in place; row_stride floats from row to row
   const float* cos;  // [num_rows, head_dim / 2]
   const float* sin;  // [num_rows, head_dim / 2]
   std::int32_t num_rows;
   std::int32_t num_heads;
   std::int32_t head_dim;
   std::int64_t row_stride;
+  std::int64_t head_stride = 0;  // floats from head to head; 0: head_dim
 };
 
 absl::Status Rope(const RopeParams& params, Stream& stream);

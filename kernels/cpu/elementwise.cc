@@ -29,12 +29,16 @@ HWY_INLINE void ForLanes(std::int64_t size, const Body& body) {
   for (; i < size; ++i) body(hn::CappedTag<float, 1>(), i);
 }
 
-void RmsNormRows(const RmsNormParams& p, std::int64_t begin, std::int64_t end) {
+// Heads [begin, end) of all rows'.
+void RmsNormHeads(const RmsNormParams& p, std::int64_t begin, std::int64_t end) {
   const Tag d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  for (std::int64_t row = begin; row < end; ++row) {
-    const float* x = p.x + row * p.size;
-    float* out = p.out + row * p.size;
+  const std::int64_t row_stride =
+      p.row_stride != 0 ? p.row_stride : std::int64_t{p.num_heads} * p.size;
+  for (std::int64_t head = begin; head < end; ++head) {
+    const std::int64_t at = head / p.num_heads * row_stride + head % p.num_heads * p.size;
+    const float* x = p.x + at;
+    float* out = p.out + at;
     auto squares = hn::Zero(d);
     std::int64_t i = 0;
     for (; i + lanes <= p.size; i += lanes) {
@@ -44,20 +48,21 @@ void RmsNormRows(const RmsNormParams& p, std::int64_t begin, std::int64_t end) {
     float sum = hn::GetLane(hn::SumOfLanes(d, squares));
     for (; i < p.size; ++i) sum += x[i] * x[i];
     const float scale = 1.0F / std::sqrt(sum / static_cast<float>(p.size) + p.eps);
-    ForLanes(p.size, [&](auto tag, std::int64_t at) HWY_ATTR {
-      const auto value = hn::Mul(hn::LoadU(tag, x + at), hn::Set(tag, scale));
-      hn::StoreU(hn::Mul(value, hn::LoadU(tag, p.weight + at)), tag, out + at);
+    ForLanes(p.size, [&](auto tag, std::int64_t j) HWY_ATTR {
+      const auto value = hn::Mul(hn::LoadU(tag, x + j), hn::Set(tag, scale));
+      hn::StoreU(hn::Mul(value, hn::LoadU(tag, p.weight + j)), tag, out + j);
     });
   }
 }
 
 void RopeRows(const RopeParams& p, std::int64_t begin, std::int64_t end) {
   const std::int64_t half = p.head_dim / 2;
+  const std::int64_t head_stride = p.head_stride != 0 ? p.head_stride : p.head_dim;
   for (std::int64_t row = begin; row < end; ++row) {
     const float* cos = p.cos + row * half;
     const float* sin = p.sin + row * half;
     for (std::int64_t head = 0; head < p.num_heads; ++head) {
-      float* a = p.x + row * p.row_stride + head * p.head_dim;
+      float* a = p.x + row * p.row_stride + head * head_stride;
       float* b = a + half;
       ForLanes(half, [&](auto tag, std::int64_t i) HWY_ATTR {
         const auto va = hn::LoadU(tag, a + i);
@@ -92,13 +97,13 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace weft::kernels {
 
-HWY_EXPORT(RmsNormRows);
+HWY_EXPORT(RmsNormHeads);
 HWY_EXPORT(RopeRows);
 HWY_EXPORT(SiluMulRows);
 
 absl::Status RmsNorm(const RmsNormParams& params, Stream& stream) {
-  const auto rows = HWY_DYNAMIC_DISPATCH(RmsNormRows);
-  ParallelRows(PoolOf(stream), params.num_rows, params.size,
+  const auto rows = HWY_DYNAMIC_DISPATCH(RmsNormHeads);
+  ParallelRows(PoolOf(stream), std::int64_t{params.num_rows} * params.num_heads, params.size,
                [&](std::int64_t begin, std::int64_t end) { rows(params, begin, end); });
   return absl::OkStatus();
 }

@@ -41,6 +41,45 @@ TEST_P(ElementwiseTest, RmsNormMatchesDoubles) {
   }
 }
 
+TEST_P(ElementwiseTest, RmsNormNormsEachHeadApartAndNothingBetweenRows) {
+  CpuStream stream(2);
+  for (std::uint64_t seed = 0; seed < NumSeeds(20); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Rng rng(seed);
+    const std::int32_t rows = RandomInt(rng, 0, 40);
+    const std::int32_t heads = RandomInt(rng, 1, 9);
+    const std::int32_t size = RandomInt(rng, 1, 70);
+    const std::int64_t stride = std::int64_t{heads} * size + RandomInt(rng, 0, 9);
+    const std::vector<float> x = RandomFloats(rng, rows * stride);
+    const std::vector<float> weight = RandomFloats(rng, size);
+    std::vector<float> out = x;
+    ASSERT_TRUE(RmsNorm({.x = out.data(),
+                         .weight = weight.data(),
+                         .out = out.data(),
+                         .num_rows = rows,
+                         .size = size,
+                         .eps = 1e-3F,
+                         .num_heads = heads,
+                         .row_stride = stride},
+                        stream)
+                    .ok());
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t i = 0; i < stride; ++i) {
+        const std::int64_t at = row * stride + i;
+        if (i >= std::int64_t{heads} * size) {
+          ASSERT_EQ(out[at], x[at]) << "between rows";
+          continue;
+        }
+        const std::int64_t head = at - i % size;
+        double squares = 0.0;
+        for (std::int64_t j = 0; j < size; ++j) squares += std::pow(double{x[head + j]}, 2);
+        const double want = x[at] / std::sqrt(squares / size + 1e-3F) * weight[i % size];
+        ASSERT_NEAR(out[at], want, 2e-6 * std::abs(want) + 1e-30);
+      }
+    }
+  }
+}
+
 TEST_P(ElementwiseTest, RopeRotatesHalves) {
   CpuStream stream(2);
   for (std::uint64_t seed = 0; seed < NumSeeds(20); ++seed) {
@@ -49,7 +88,9 @@ TEST_P(ElementwiseTest, RopeRotatesHalves) {
     const std::int32_t rows = RandomInt(rng, 0, 40);
     const std::int32_t heads = RandomInt(rng, 1, 9);
     const std::int32_t half = RandomInt(rng, 1, 40);
-    const std::int64_t stride = std::int64_t{2} * half * heads + RandomInt(rng, 0, 9);
+    const std::int64_t gap = seed % 2 == 0 ? 0 : RandomInt(rng, 0, 9);  // between heads
+    const std::int64_t head_stride = 2 * half + gap;
+    const std::int64_t stride = head_stride * heads + RandomInt(rng, 0, 9);
     const std::vector<float> x = RandomFloats(rng, rows * stride);
     std::vector<float> cos;
     std::vector<float> sin;
@@ -64,21 +105,22 @@ TEST_P(ElementwiseTest, RopeRotatesHalves) {
                       .num_rows = rows,
                       .num_heads = heads,
                       .head_dim = 2 * half,
-                      .row_stride = stride},
+                      .row_stride = stride,
+                      .head_stride = gap == 0 ? 0 : head_stride},
                      stream)
                     .ok());
     for (std::int64_t row = 0; row < rows; ++row) {
       for (std::int64_t i = 0; i < stride; ++i) {
         const std::int64_t at = row * stride + i;
-        if (i >= std::int64_t{2} * half * heads) {
-          ASSERT_EQ(out[at], x[at]) << "between rows";
+        if (i >= head_stride * heads || i % head_stride >= 2 * half) {
+          ASSERT_EQ(out[at], x[at]) << "between heads or rows";
           continue;
         }
-        const std::int64_t pair = i % (2 * half) % half;
+        const std::int64_t pair = i % head_stride % half;
         const double c = cos[row * half + pair];
         const double s = sin[row * half + pair];
         const double want =
-            i % (2 * half) < half ? x[at] * c - x[at + half] * s : x[at] * c + x[at - half] * s;
+            i % head_stride < half ? x[at] * c - x[at + half] * s : x[at] * c + x[at - half] * s;
         ASSERT_NEAR(out[at], want, 1e-6);
       }
     }

@@ -12,13 +12,14 @@
 #include "gtest/gtest.h"
 #include "server/base/status_macros.h"
 #include "tests/golden.h"
+#include "tests/worker/family_checkpoints.h"
 #include "tests/worker/local_group.h"
 #include "tests/worker/reference_model.h"
 
 namespace weft {
 namespace {
 
-const char* const kCheckpoints[] = {"llama_gqa", "llama_mqa", "llama_odd", "llama3_rope"};
+const char* const kReferenceModels[] = {"llama_gqa", "llama_mqa", "llama_odd", "llama3_rope"};
 constexpr std::int64_t kMaxLen = 192;
 
 using Logits = std::vector<std::vector<float>>;  // [rows][vocab]
@@ -157,7 +158,7 @@ double LogProb(const std::vector<float>& logits, std::int32_t id) {
 }
 
 class GoldenLogitsTest : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Checkpoints, GoldenLogitsTest, ::testing::ValuesIn(kCheckpoints),
+INSTANTIATE_TEST_SUITE_P(Checkpoints, GoldenLogitsTest, ::testing::ValuesIn(kFamilyCheckpoints),
                          [](const auto& test_case) { return std::string(test_case.param); });
 
 TEST_P(GoldenLogitsTest, PromptsGiveTheReferencesLastLogits) {
@@ -235,7 +236,11 @@ Logits TeacherForcedLogits(const std::filesystem::path& dir, const Layout& layou
   return logits;
 }
 
-TEST_P(GoldenLogitsTest, LowerPrecisionCostsWhatThePrecisionCosts) {
+class PrecisionTest : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Checkpoints, PrecisionTest, ::testing::ValuesIn(kReferenceModels),
+                         [](const auto& test_case) { return std::string(test_case.param); });
+
+TEST_P(PrecisionTest, LowerPrecisionCostsWhatThePrecisionCosts) {
   WEFT_GOLDEN_OR_SKIP(dir, GetParam());
   const Golden golden = LoadGolden(dir);
   const std::vector<std::int32_t> ids = TeacherForced(golden.Prompt("len7"));

@@ -11,12 +11,12 @@
 #include "gtest/gtest.h"
 #include "tests/golden.h"
 #include "tests/pairwise.h"
+#include "tests/worker/family_checkpoints.h"
 #include "tests/worker/local_group.h"
 
 namespace weft {
 namespace {
 
-const char* const kCheckpoints[] = {"llama_gqa", "llama_mqa", "llama_odd", "llama3_rope"};
 constexpr std::pair<int, int> kRanks[] = {{1, 1}, {2, 1}, {2, 2}, {3, 1},
                                           {3, 3}, {4, 1}, {4, 2}, {4, 4}};
 constexpr int kInterleaves[] = {1, 4, 0};  // 0: all of a block's tokens on a rank (B)
@@ -42,7 +42,8 @@ Layout LayoutOf(const Cell& cell) {
   const auto [tp, dcp] = kRanks[cell[1]];
   const int block_size = kBlockSizes[cell[2]];
   const int per_rank = block_size / dcp;
-  return {.checkpoint = kCheckpoints[cell[0]],
+  static const std::vector<std::string> checkpoints = PresentFamilyCheckpoints();
+  return {.checkpoint = checkpoints[cell[0]],
           .tp = tp,
           .dcp = dcp,
           .block_size = block_size,
@@ -53,7 +54,8 @@ Layout LayoutOf(const Cell& cell) {
 }
 
 std::vector<Cell> ValidCells() {
-  return FullProduct({4, 8, 4, 3, kNumTraffic, 2, 2}, [](const Cell& cell) {
+  const auto checkpoints = static_cast<int>(PresentFamilyCheckpoints().size());
+  return FullProduct({checkpoints, 8, 4, 3, kNumTraffic, 2, 2}, [](const Cell& cell) {
     const Layout layout = LayoutOf(cell);
     return layout.interleave > 0 && layout.block_size % (layout.dcp * layout.interleave) == 0;
   });

@@ -27,7 +27,7 @@ ReferenceModel::ReferenceModel(const std::filesystem::path& dir, DType weights, 
     : config_(*LoadModelConfig(dir)),
       kv_(kv),
       rope_(ComputeRopeFrequencies(config_.rope, config_.head_dim)) {
-  CHECK_MSG(!config_.attention_bias && !config_.mlp_bias, "biases");
+  CHECK_MSG(!config_.qkv_bias && !config_.mlp_bias, "biases");
   const auto checkpoint = *Checkpoint::Open(dir);
   for (std::string_view name : checkpoint->Names()) {
     const bool norm = name.find("norm") != std::string_view::npos;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "fmt/format.h"
+#include "server/base/ceil_div.h"
 #include "server/base/check.h"
 #include "server/base/status_macros.h"
 #include "worker/group/collective_rounds.h"
@@ -26,7 +27,6 @@ constexpr std::int64_t DirectBytes(int size) {
   return size == 2 ? std::int64_t{256} << 10 : std::int64_t{2} << 10;
 }
 
-constexpr std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 constexpr std::int64_t RoundUp(std::int64_t a, std::int64_t to) { return CeilDiv(a, to) * to; }
 
 // Chunks and slots start on cache lines.

@@ -3,6 +3,7 @@
 #include <initializer_list>
 #include <string>
 #include <string_view>
+#include <unordered_set>
 #include <vector>
 
 #include "fmt/format.h"
@@ -22,15 +23,48 @@ class Checker {
   Checker(const ModelConfig& config, const Checkpoint& checkpoint)
       : c_(config), checkpoint_(checkpoint) {}
 
+  absl::Status CheckEnds() {
+    const Dim vocab{c_.vocab_size, "vocab_size"};
+    RETURN_IF_ERROR(Need("model.embed_tokens.weight", {vocab, hidden_}, c_.architecture));
+    RETURN_IF_ERROR(Need("model.norm.weight", {hidden_}, c_.architecture));
+    if (c_.tie_word_embeddings) return absl::OkStatus();
+    return Need("lm_head.weight", {vocab, hidden_}, "tie_word_embeddings is false");
+  }
+
+  absl::Status CheckLayer(std::int32_t layer) {
+    prefix_ = fmt::format("model.layers.{}.", layer);
+    layers_ = fmt::format("num_hidden_layers is {}", c_.num_layers);
+    RETURN_IF_ERROR(Need(prefix_ + "input_layernorm.weight", {hidden_}, layers_));
+    RETURN_IF_ERROR(CheckAttention());
+    RETURN_IF_ERROR(Need(prefix_ + "post_attention_layernorm.weight", {hidden_}, layers_));
+    return CheckMlp("mlp", {c_.intermediate_size, "intermediate_size"});
+  }
+
+  // Weights and biases of the layers that no check asked for: the answer without them would be
+  // another model's. What is beyond the last layer is not run.
+  absl::Status CheckNothingIsLeftOut() const {
+    for (std::string_view name : checkpoint_.Names()) {
+      if (!IsOfALayer(name) || needed_.contains(std::string(name))) continue;
+      if (!name.ends_with(".weight") && !name.ends_with("bias")) continue;
+      return absl::InvalidArgumentError(
+          fmt::format("tensor {} is in the checkpoint, but no part of {} with this config.json: "
+                      "they are of different models",
+                      name, c_.architecture));
+    }
+    return absl::OkStatus();
+  }
+
+ private:
   // `reason`: the key that makes the tensor necessary.
   absl::Status Need(const std::string& name, std::initializer_list<Dim> dims,
-                    std::string_view reason) const {
+                    std::string_view reason) {
     std::vector<std::int64_t> shape;
     std::string keys;
     for (const Dim& dim : dims) {
       shape.push_back(dim.size);
       keys += fmt::format("{}{}", keys.empty() ? "" : ", ", dim.keys);
     }
+    needed_.insert(name);
     const absl::Status status = checkpoint_.Find(name, shape).status();
     if (status.ok()) return status;
     const std::string because = absl::IsNotFound(status)
@@ -40,62 +74,65 @@ class Checker {
                         fmt::format("{}; {}", std::string(status.message()), because));
   }
 
-  absl::Status CheckLayer(std::int32_t layer) const {
-    const std::string prefix = fmt::format("model.layers.{}.", layer);
-    const std::string layers = fmt::format("num_hidden_layers is {}", c_.num_layers);
+  // A linear layer; `bias_reason` is empty when it has no bias.
+  absl::Status NeedLinear(const std::string& name, Dim out, Dim in, std::string_view bias_reason) {
+    RETURN_IF_ERROR(Need(prefix_ + name + ".weight", {out, in}, layers_));
+    if (bias_reason.empty()) return absl::OkStatus();
+    return Need(prefix_ + name + ".bias", {out}, bias_reason);
+  }
+
+  absl::Status CheckAttention() {
+    const Dim head_dim{c_.head_dim, "head_dim"};
     const Dim q{std::int64_t{c_.num_q_heads} * c_.head_dim, "num_attention_heads * head_dim"};
     const Dim kv{std::int64_t{c_.num_kv_heads} * c_.head_dim, "num_key_value_heads * head_dim"};
-    const Dim intermediate{c_.intermediate_size, "intermediate_size"};
-
-    struct Projection {
-      std::string name;
-      Dim out;
-      Dim in;
-      bool bias;
-      std::string_view bias_key;
-    };
-    const Projection projections[] = {
-        {"self_attn.q_proj", q, hidden_, c_.attention_bias, "attention_bias"},
-        {"self_attn.k_proj", kv, hidden_, c_.attention_bias, "attention_bias"},
-        {"self_attn.v_proj", kv, hidden_, c_.attention_bias, "attention_bias"},
-        {"self_attn.o_proj", hidden_, q, c_.attention_bias, "attention_bias"},
-        {"mlp.gate_proj", intermediate, hidden_, c_.mlp_bias, "mlp_bias"},
-        {"mlp.up_proj", intermediate, hidden_, c_.mlp_bias, "mlp_bias"},
-        {"mlp.down_proj", hidden_, intermediate, c_.mlp_bias, "mlp_bias"},
-    };
-    for (const Projection& p : projections) {
-      RETURN_IF_ERROR(Need(prefix + p.name + ".weight", {p.out, p.in}, layers));
-      if (!p.bias) continue;
-      RETURN_IF_ERROR(
-          Need(prefix + p.name + ".bias", {p.out}, fmt::format("{} is true", p.bias_key)));
+    const std::string_view o_bias = c_.o_bias ? "attention_bias is true" : "";
+    const std::string_view qkv_bias = c_.qkv_bias && !c_.o_bias ? c_.architecture : o_bias;
+    RETURN_IF_ERROR(NeedLinear("self_attn.q_proj", q, hidden_, qkv_bias));
+    RETURN_IF_ERROR(NeedLinear("self_attn.k_proj", kv, hidden_, qkv_bias));
+    RETURN_IF_ERROR(NeedLinear("self_attn.v_proj", kv, hidden_, qkv_bias));
+    RETURN_IF_ERROR(NeedLinear("self_attn.o_proj", hidden_, q, o_bias));
+    if (!c_.qk_norm) return absl::OkStatus();
+    for (const char* name : {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}) {
+      RETURN_IF_ERROR(Need(prefix_ + name, {head_dim}, c_.architecture));
     }
-    RETURN_IF_ERROR(Need(prefix + "input_layernorm.weight", {hidden_}, layers));
-    return Need(prefix + "post_attention_layernorm.weight", {hidden_}, layers);
+    return absl::OkStatus();
   }
 
-  absl::Status CheckEnds() const {
-    const Dim vocab{c_.vocab_size, "vocab_size"};
-    RETURN_IF_ERROR(Need("model.embed_tokens.weight", {vocab, hidden_}, c_.architecture));
-    RETURN_IF_ERROR(Need("model.norm.weight", {hidden_}, c_.architecture));
-    if (c_.tie_word_embeddings) return absl::OkStatus();
-    return Need("lm_head.weight", {vocab, hidden_}, "tie_word_embeddings is false");
+  absl::Status CheckMlp(const std::string& name, Dim width) {
+    const std::string_view bias = c_.mlp_bias ? "mlp_bias is true" : "";
+    RETURN_IF_ERROR(NeedLinear(name + ".gate_proj", width, hidden_, bias));
+    RETURN_IF_ERROR(NeedLinear(name + ".up_proj", width, hidden_, bias));
+    return NeedLinear(name + ".down_proj", hidden_, width, bias);
   }
 
- private:
+  bool IsOfALayer(std::string_view name) const {
+    constexpr std::string_view kLayers = "model.layers.";
+    if (!name.starts_with(kLayers)) return false;
+    std::int64_t layer = 0;
+    for (char c : name.substr(kLayers.size())) {
+      if (c < '0' || c > '9' || layer >= c_.num_layers) break;
+      layer = layer * 10 + (c - '0');
+    }
+    return layer < c_.num_layers;
+  }
+
   const ModelConfig& c_;
   const Checkpoint& checkpoint_;
   const Dim hidden_{c_.hidden_size, "hidden_size"};
+  std::string prefix_;  // of the layer in hand
+  std::string layers_;
+  std::unordered_set<std::string> needed_;
 };
 
 }  // namespace
 
-absl::Status CheckLlamaTensors(const ModelConfig& config, const Checkpoint& checkpoint) {
-  const Checker checker(config, checkpoint);
+absl::Status CheckTensors(const ModelConfig& config, const Checkpoint& checkpoint) {
+  Checker checker(config, checkpoint);
   RETURN_IF_ERROR(checker.CheckEnds());
   for (std::int32_t layer = 0; layer < config.num_layers; ++layer) {
     RETURN_IF_ERROR(checker.CheckLayer(layer));
   }
-  return absl::OkStatus();
+  return checker.CheckNothingIsLeftOut();
 }
 
 }  // namespace weft

@@ -6,10 +6,11 @@
 
 namespace weft {
 
-// Whether `checkpoint` has every tensor that a Llama of this `config` needs, with its shape and a
-// weight's dtype; others are ignored. Reads no weights, so that start-up fails at once and not
-// after minutes of packing. NOT_FOUND or INVALID_ARGUMENT as Checkpoint::Find(), naming the keys of
-// config.json that ask for the tensor or its shape.
-absl::Status CheckLlamaTensors(const ModelConfig& config, const Checkpoint& checkpoint);
+// Whether `checkpoint` has every tensor that a model of this `config` needs, with its shape and a
+// weight's dtype, and in those layers no weight or bias that it would leave out (a checkpoint of
+// another family); other tensors are ignored. Reads no weights, so that start-up fails at once and
+// not after minutes of packing. NOT_FOUND or INVALID_ARGUMENT as Checkpoint::Find(), naming the
+// keys of config.json that ask for the tensor or its shape.
+absl::Status CheckTensors(const ModelConfig& config, const Checkpoint& checkpoint);
 
 }  // namespace weft

@@ -101,12 +101,16 @@ absl::Status LoadAttention(const Loader& loader, const ModelConfig& c, const Sha
                                       {prefix + "v_proj.weight", kv_rows, kv}},
                                      c.hidden_size));
   ASSIGN_OR_RETURN(w.o, loader.Columns(prefix + "o_proj.weight", c.hidden_size, q_rows, q));
-  if (!c.attention_bias) return absl::OkStatus();
-
-  ASSIGN_OR_RETURN(w.q_bias, loader.Biases({{prefix + "q_proj.bias", q_rows, q}}));
-  ASSIGN_OR_RETURN(w.kv_bias, loader.Biases({{prefix + "k_proj.bias", kv_rows, kv},
-                                             {prefix + "v_proj.bias", kv_rows, kv}}));
-  if (layout.rank() == 0) {
+  if (c.qk_norm) {
+    ASSIGN_OR_RETURN(w.q_norm, loader.Vector(prefix + "q_norm.weight", c.head_dim));
+    ASSIGN_OR_RETURN(w.k_norm, loader.Vector(prefix + "k_norm.weight", c.head_dim));
+  }
+  if (c.qkv_bias) {
+    ASSIGN_OR_RETURN(w.q_bias, loader.Biases({{prefix + "q_proj.bias", q_rows, q}}));
+    ASSIGN_OR_RETURN(w.kv_bias, loader.Biases({{prefix + "k_proj.bias", kv_rows, kv},
+                                               {prefix + "v_proj.bias", kv_rows, kv}}));
+  }
+  if (c.o_bias && layout.rank() == 0) {
     ASSIGN_OR_RETURN(w.o_bias, loader.Vector(prefix + "o_proj.bias", c.hidden_size));
   }
   return absl::OkStatus();
@@ -141,8 +145,8 @@ std::int64_t DecoderWeights::SizeBytes() const {
       bytes += matrix->size_bytes();
     }
     for (const std::vector<float>* vector :
-         {&w.input_norm, &w.q_bias, &w.kv_bias, &w.o_bias, &w.post_attention_norm, &w.gate_up_bias,
-          &w.down_bias}) {
+         {&w.input_norm, &w.q_bias, &w.kv_bias, &w.o_bias, &w.q_norm, &w.k_norm,
+          &w.post_attention_norm, &w.gate_up_bias, &w.down_bias}) {
       bytes += static_cast<std::int64_t>(vector->size() * sizeof(float));
     }
   }

@@ -23,6 +23,8 @@ struct DecoderLayerWeights {
   std::vector<float> q_bias;
   std::vector<float> kv_bias;
   std::vector<float> o_bias;
+  std::vector<float> q_norm;  // [head_dim], empty when the model has none
+  std::vector<float> k_norm;
 
   std::vector<float> post_attention_norm;  // [hidden]
   kernels::PackedMatrix gate_up;  // [2 * own intermediate, hidden]: gate rows, then up rows
@@ -42,6 +44,11 @@ struct DecoderWeights {
   }
   std::int64_t SizeBytes() const;
 };
+
+// What kernels take for a bias: null for one that the model does not have.
+inline const float* OrNull(const std::vector<float>& bias) {
+  return bias.empty() ? nullptr : bias.data();
+}
 
 // Packs this rank's part of `checkpoint` as `dtype` (norms and biases stay fp32). `on_layer(done)`
 // is called after each layer, for progress. Errors name file, tensor and value; also

@@ -8,11 +8,6 @@
 #include "server/base/status_macros.h"
 
 namespace weft {
-namespace {
-
-const float* OrNull(const std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
-
-}  // namespace
 
 absl::StatusOr<GqaLayer> GqaLayer::Create(const ModelConfig& config, const ShardLayout& layout,
                                           std::int32_t max_rows, DcpExchange exchange,
@@ -22,6 +17,7 @@ absl::StatusOr<GqaLayer> GqaLayer::Create(const ModelConfig& config, const Shard
       DcpAttention dcp_attention,
       DcpAttention::Create(layout, config.head_dim, config.head_dim, max_rows, exchange, dcp));
   GqaLayer gqa(std::move(dcp_attention));
+  gqa.config_ = &config;
   gqa.cache_ = &cache;
   gqa.own_heads_ = layout.QHeads();
   gqa.group_heads_ = layout.GroupQHeads();
@@ -47,6 +43,21 @@ std::int64_t GqaLayer::workspace_bytes() const {
          attention_workspace_.size_bytes();
 }
 
+absl::Status GqaLayer::NormHeads(const std::vector<float>& weight, std::int32_t num_rows,
+                                 std::int32_t num_heads, std::int64_t row_stride, float* x,
+                                 kernels::Stream& stream) const {
+  if (weight.empty()) return absl::OkStatus();
+  return kernels::RmsNorm({.x = x,
+                           .weight = weight.data(),
+                           .out = x,
+                           .num_rows = num_rows,
+                           .size = head_dim_,
+                           .eps = config_->rms_norm_eps,
+                           .num_heads = num_heads,
+                           .row_stride = row_stride},
+                          stream);
+}
+
 absl::Status GqaLayer::ProjectAndAppend(std::int32_t layer, const DecoderLayerWeights& weights,
                                         const Step& step, const float* normed,
                                         kernels::Stream& stream) {
@@ -62,6 +73,7 @@ absl::Status GqaLayer::ProjectAndAppend(std::int32_t layer, const DecoderLayerWe
                                    .x_stride = hidden_size_,
                                    .y_stride = q_stride},
                                   stream));
+  RETURN_IF_ERROR(NormHeads(weights.q_norm, num_rows, own_heads_.size(), q_stride, q, stream));
   RETURN_IF_ERROR(kernels::Rope({.x = q,
                                  .cos = step.cos,
                                  .sin = step.sin,
@@ -93,6 +105,7 @@ absl::Status GqaLayer::ProjectAndAppend(std::int32_t layer, const DecoderLayerWe
                                    .x_stride = hidden_size_,
                                    .y_stride = 2 * k_size},
                                   stream));
+  RETURN_IF_ERROR(NormHeads(weights.k_norm, num_owned, kv_heads_.size(), 2 * k_size, kv, stream));
   RETURN_IF_ERROR(kernels::Rope({.x = kv,
                                  .cos = step.owned_cos,
                                  .sin = step.owned_sin,
@@ -121,12 +134,14 @@ absl::Status GqaLayer::Run(std::int32_t layer, const DecoderLayerWeights& weight
   const std::int32_t num_rows = step.rows.num_rows();
   RETURN_IF_ERROR(ProjectAndAppend(layer, weights, step, normed, stream));
   ASSIGN_OR_RETURN(const float* group_q, dcp_attention_.GatherQueries(num_rows, stream));
+  const std::vector<std::int32_t>& first_visible =
+      config_->HasWindow(layer) ? step.rows.first_in_window : step.rows.first_visible;
   RETURN_IF_ERROR(kernels::GqaAttention({.q = group_q,
                                          .k_blocks = cache_->k_blocks(layer),
                                          .v_blocks = cache_->v_blocks(layer),
                                          .block_table = step.slots.block_table(),
                                          .row_slot = step.rows.slot.data(),
-                                         .first_visible = step.rows.first_visible.data(),
+                                         .first_visible = first_visible.data(),
                                          .visible_len = step.rows.visible_len.data(),
                                          .out = dcp_attention_.PartialOutput(),
                                          .lse = dcp_attention_.PartialLse(),

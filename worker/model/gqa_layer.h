@@ -15,7 +15,7 @@
 
 namespace weft {
 
-// Grouped-query attention of every layer of one rank: projections, RoPE, append at owned
+// Grouped-query attention of every layer of one rank: projections, QK norm, RoPE, append at owned
 // positions, local attention, exchange and merge, output projection. Allocates nothing after
 // Create(). One thread.
 class GqaLayer {
@@ -30,7 +30,7 @@ class GqaLayer {
     const float* owned_sin;
   };
 
-  // `cache` and `dcp` outlive this.
+  // `config`, `cache` and `dcp` outlive this.
   static absl::StatusOr<GqaLayer> Create(const ModelConfig& config, const ShardLayout& layout,
                                          std::int32_t max_rows, DcpExchange exchange,
                                          KvCache& cache, Communicator& dcp,
@@ -46,9 +46,14 @@ class GqaLayer {
  private:
   explicit GqaLayer(DcpAttention dcp_attention) : dcp_attention_(std::move(dcp_attention)) {}
 
+  // In place; nothing where `weight` is empty.
+  absl::Status NormHeads(const std::vector<float>& weight, std::int32_t num_rows,
+                         std::int32_t num_heads, std::int64_t row_stride, float* x,
+                         kernels::Stream& stream) const;
   absl::Status ProjectAndAppend(std::int32_t layer, const DecoderLayerWeights& weights,
                                 const Step& step, const float* normed, kernels::Stream& stream);
 
+  const ModelConfig* config_ = nullptr;
   DcpAttention dcp_attention_;
   KvCache* cache_ = nullptr;
   IndexRange own_heads_;

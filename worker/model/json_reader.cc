@@ -141,6 +141,11 @@ bool JsonFields::Has(const std::string& key) const {
   return found != object_.end() && !found->is_null();
 }
 
+bool JsonFields::IsNull(const std::string& key) const {
+  const auto found = object_.find(key);
+  return found != object_.end() && found->is_null();
+}
+
 void JsonFields::Fail(const std::string& key, std::string_view allowed) {
   if (!status_.ok()) return;
   const auto found = object_.find(key);

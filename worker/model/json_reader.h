@@ -34,6 +34,8 @@ class JsonFields {
       : object_(object), where_(std::move(where)) {}
 
   bool Has(const std::string& key) const;
+  // Whether the key is there and null, for the few keys where that is not the same as absent.
+  bool IsNull(const std::string& key) const;
   // The value of a key that Has().
   const nlohmann::json& Raw(const std::string& key) const { return object_.at(key); }
 

@@ -46,13 +46,23 @@ struct ModelConfig {
   std::int64_t max_position_embeddings = 0;
   float rms_norm_eps = 1e-6f;
   RopeConfig rope;
-  bool attention_bias = false;  // of q, k, v and o
-  bool mlp_bias = false;        // of gate, up and down
+  bool qkv_bias = false;
+  bool o_bias = false;
+  bool mlp_bias = false;  // of gate, up and down
+  bool qk_norm = false;   // an RMSNorm over each head of q and of k, before RoPE
+  // Row i of layers [first_window_layer, num_layers) sees positions (i - sliding_window, i]; 0: all
+  // up to i.
+  std::int64_t sliding_window = 0;
+  std::int32_t first_window_layer = 0;
   bool tie_word_embeddings = false;
   DType dtype = DType::kFloat32;  // of the checkpoint: `dtype` or `torch_dtype`
   std::optional<std::int32_t> bos_token_id;
   // Those of generation_config.json when it has any, else those of config.json.
   std::vector<std::int32_t> eos_token_ids;
+
+  bool HasWindow(std::int32_t layer) const {
+    return sliding_window > 0 && layer >= first_window_layer;
+  }
 };
 
 // Reads MODEL_DIR/config.json and generation_config.json. NOT_FOUND when there is no config.json;

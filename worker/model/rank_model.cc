@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "fmt/format.h"
+#include "server/base/ceil_div.h"
 #include "server/base/status_macros.h"
 #include "worker/engine/step_plan.h"
 #include "worker/model/checkpoint_check.h"
@@ -17,8 +18,6 @@ constexpr std::int64_t kDefaultKvBytes = std::int64_t{2} << 30;
 // What a rank needs beside weights and KV, for the default budget only; start-up prints the real
 // one.
 constexpr std::int64_t kWorkspaceAllowanceBytes = std::int64_t{256} << 20;
-
-std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 absl::StatusOr<std::int32_t> BlocksThatFit(const RankModelOptions& options,
                                            const ModelConfig& config, const ShardLayout& layout,
@@ -82,7 +81,7 @@ struct Described {
                       *options.max_model_len, config.max_position_embeddings));
     }
     ASSIGN_OR_RETURN(std::unique_ptr<Checkpoint> checkpoint, Checkpoint::Open(options.model_dir));
-    RETURN_IF_ERROR(CheckLlamaTensors(config, *checkpoint));
+    RETURN_IF_ERROR(CheckTensors(config, *checkpoint));
     return Described{std::move(config), layout, std::move(checkpoint)};
   }
 };

@@ -7,16 +7,13 @@
 
 #include "fmt/format.h"
 #include "kernels/elementwise.h"
+#include "server/base/ceil_div.h"
 #include "server/base/status_macros.h"
 
 namespace weft {
 namespace {
 
 constexpr std::int64_t kFloat = sizeof(float);
-
-const float* OrNull(const std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
-
-std::int32_t CeilDiv(std::int32_t a, std::int32_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
@@ -103,7 +100,7 @@ std::int64_t RankRunner::workspace_bytes() const {
 
 void RankRunner::PrepareStep(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens) {
   slots_.Apply(plan);
-  rows_.Build(plan, slots_, layout_, /*window=*/0);
+  rows_.Build(plan, slots_, layout_, config_.sliding_window);
   for (std::int32_t i = 0; i < plan.num_rows(); ++i) {
     const std::int32_t id = plan.token_ids[i];
     // A row after a failed one (-1) runs as token 0; the engine drops its result.

@@ -26,6 +26,7 @@ StepRows::StepRows(std::int32_t max_rows) {
   slot.reserve(max_rows);
   visible_len.reserve(max_rows);
   first_visible.reserve(max_rows);
+  first_in_window.reserve(max_rows);
   owned_row.reserve(max_rows);
   owned_kv_slot.reserve(max_rows);
   sampled_row.reserve(max_rows);
@@ -33,7 +34,8 @@ StepRows::StepRows(std::int32_t max_rows) {
 
 void StepRows::Build(const StepPlan& plan, const SlotTable& slots, const ShardLayout& layout,
                      std::int64_t window) {
-  for (auto* column : {&slot, &visible_len, &first_visible, &owned_row, &sampled_row}) {
+  for (auto* column :
+       {&slot, &visible_len, &first_visible, &first_in_window, &owned_row, &sampled_row}) {
     column->clear();
   }
   position.clear();
@@ -46,9 +48,9 @@ void StepRows::Build(const StepPlan& plan, const SlotTable& slots, const ShardLa
       position.push_back(p);
       slot.push_back(sequence.slot);
       visible_len.push_back(static_cast<std::int32_t>(layout.LocalLength(p + 1)));
-      first_visible.push_back(window == 0 ? 0
-                                          : static_cast<std::int32_t>(layout.LocalLength(
-                                                std::max<std::int64_t>(0, p + 1 - window))));
+      first_visible.push_back(0);
+      const std::int64_t first = window == 0 ? 0 : std::max<std::int64_t>(0, p + 1 - window);
+      first_in_window.push_back(static_cast<std::int32_t>(layout.LocalLength(first)));
       if (layout.Owns(p)) {
         const std::int64_t block = slots.Block(sequence.slot, layout.BlockIndex(p));
         owned_row.push_back(row);

@@ -39,9 +39,9 @@ struct StepRows {
   // All of [num_rows], in the plan's order.
   std::vector<std::int64_t> position;
   std::vector<std::int32_t> slot;
-  std::vector<std::int32_t> visible_len;  // L_r(position + 1): never L_r(L) - k
-  std::vector<std::int32_t>
-      first_visible;  // L_r(max(0, position + 1 - window)); 0 without a window
+  std::vector<std::int32_t> visible_len;      // L_r(position + 1): never L_r(L) - k
+  std::vector<std::int32_t> first_visible;    // without a window: 0
+  std::vector<std::int32_t> first_in_window;  // L_r(max(0, position + 1 - window))
   // Rows whose K and V this rank stores, and where.
   std::vector<std::int32_t> owned_row;
   std::vector<std::int64_t> owned_kv_slot;  // block id * B + offset in the block
@@ -51,7 +51,7 @@ struct StepRows {
   explicit StepRows(std::int32_t max_rows);
   std::int32_t num_rows() const { return static_cast<std::int32_t>(position.size()); }
 
-  // Overwrites all of it. `window` 0 is full attention. Allocates nothing within max_rows.
+  // Overwrites all of it. `window` 0: there is none. Allocates nothing within max_rows.
   void Build(const StepPlan& plan, const SlotTable& slots, const ShardLayout& layout,
              std::int64_t window);
 };

@@ -20,7 +20,7 @@ namespace {
 absl::Status Load(const std::filesystem::path& dir) {
   ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(dir));
   ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open(dir));
-  RETURN_IF_ERROR(CheckLlamaTensors(config, *checkpoint));
+  RETURN_IF_ERROR(CheckTensors(config, *checkpoint));
   return checkpoint->Vector("model.norm.weight", config.hidden_size, 0, config.hidden_size)
       .status();
 }
@@ -56,22 +56,22 @@ TEST_P(BrokenCheckpointTest, EachVariantIsAsItsIndexSays) {
   }
 }
 
-TEST(CheckLlamaTensorsTest, NamesTheKeyThatAsksForAnAbsentTensor) {
+TEST(CheckTensorsTest, NamesTheKeyThatAsksForAnAbsentTensor) {
   WEFT_GOLDEN_OR_SKIP(dir, "llama_odd");  // tied embeddings, so no lm_head
   const auto config = LoadModelConfig(dir);
   const auto checkpoint = Checkpoint::Open(dir);
   ASSERT_TRUE(config.ok() && checkpoint.ok()) << config.status() << checkpoint.status();
-  ASSERT_TRUE(CheckLlamaTensors(*config, **checkpoint).ok());
+  ASSERT_TRUE(CheckTensors(*config, **checkpoint).ok());
   const auto message = [&](void (*change)(ModelConfig&)) {
     ModelConfig changed = *config;
     change(changed);
-    return std::string(CheckLlamaTensors(changed, **checkpoint).message());
+    return std::string(CheckTensors(changed, **checkpoint).message());
   };
   using testing::AllOf;
   using testing::HasSubstr;
   EXPECT_THAT(message([](ModelConfig& c) { c.tie_word_embeddings = false; }),
               AllOf(HasSubstr("lm_head.weight"), HasSubstr("tie_word_embeddings is false")));
-  EXPECT_THAT(message([](ModelConfig& c) { c.attention_bias = true; }),
+  EXPECT_THAT(message([](ModelConfig& c) { c.qkv_bias = c.o_bias = true; }),
               AllOf(HasSubstr("q_proj.bias"), HasSubstr("attention_bias is true")));
   EXPECT_THAT(message([](ModelConfig& c) { c.mlp_bias = true; }),
               AllOf(HasSubstr("gate_proj.bias"), HasSubstr("mlp_bias is true")));
@@ -84,8 +84,26 @@ TEST(CheckLlamaTensorsTest, NamesTheKeyThatAsksForAnAbsentTensor) {
               AllOf(HasSubstr("gate_proj"), HasSubstr("intermediate_size")));
 }
 
+TEST(CheckTensorsTest, RefusesWeightsThatTheModelWouldLeaveOut) {
+  WEFT_GOLDEN_OR_SKIP(dir, "qwen2");
+  const auto config = LoadModelConfig(dir);
+  const auto checkpoint = Checkpoint::Open(dir);
+  ASSERT_TRUE(config.ok() && checkpoint.ok()) << config.status() << checkpoint.status();
+  ASSERT_TRUE(CheckTensors(*config, **checkpoint).ok());
+  ModelConfig llama = *config;
+  llama.qkv_bias = false;
+  EXPECT_THAT(std::string(CheckTensors(llama, **checkpoint).message()),
+              testing::HasSubstr("k_proj.bias"));
+  ModelConfig fewer_layers = llama;
+  fewer_layers.qkv_bias = true;
+  fewer_layers.num_layers = 2;
+  EXPECT_TRUE(CheckTensors(fewer_layers, **checkpoint).ok());  // layer 2 is not run
+}
+
 INSTANTIATE_TEST_SUITE_P(Committed, BrokenCheckpointTest,
                          testing::Values("llama_gqa", "llama3_rope"));
+INSTANTIATE_TEST_SUITE_P(Families, BrokenCheckpointTest,
+                         testing::Values("qwen2", "qwen3", "mistral_window"));
 
 }  // namespace
 }  // namespace weft

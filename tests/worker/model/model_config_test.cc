@@ -72,7 +72,7 @@ TEST(ModelConfigTest, ReadsTheLayoutOfTransformers5) {
   EXPECT_EQ(config->max_position_embeddings, 512);
   EXPECT_EQ(config->rms_norm_eps, 1e-5f);
   EXPECT_EQ(config->dtype, DType::kFloat32);
-  EXPECT_FALSE(config->attention_bias);
+  EXPECT_FALSE(config->qkv_bias || config->o_bias);
   EXPECT_FALSE(config->mlp_bias);
   EXPECT_FALSE(config->tie_word_embeddings);
   EXPECT_EQ(config->bos_token_id, 1);
@@ -162,7 +162,8 @@ TEST(ModelConfigTest, AbsentAndNullKeysGetTheReferencesDefaults) {
     EXPECT_EQ(config->dtype, DType::kFloat32);
     EXPECT_EQ(config->bos_token_id, std::nullopt);
     EXPECT_THAT(config->eos_token_ids, IsEmpty());
-    EXPECT_FALSE(config->attention_bias || config->mlp_bias || config->tie_word_embeddings);
+    EXPECT_FALSE(config->qkv_bias || config->o_bias || config->mlp_bias ||
+                 config->tie_word_embeddings);
   }
 }
 
@@ -314,10 +315,10 @@ TEST(ModelConfigTest, RefusesValuesOutOfRange) {
 }
 
 TEST(ModelConfigTest, RefusesOtherArchitecturesAndListsItsOwn) {
-  ExpectRefused(LoadWith({{"architectures", {"MistralForCausalLM"}}, {"model_type", "mistral"}}),
-                "MistralForCausalLM", "LlamaForCausalLM");
+  ExpectRefused(LoadWith({{"architectures", {"GemmaForCausalLM"}}, {"model_type", "gemma"}}),
+                "GemmaForCausalLM", "LlamaForCausalLM");
   ExpectRefused(LoadWith({{"model_type", "mistral"}}), "model_type", "mistral");
-  ExpectRefused(LoadWith({{"model_type", "mistral"}}, {"architectures"}), "mistral",
+  ExpectRefused(LoadWith({{"model_type", "gemma"}}, {"architectures"}), "gemma",
                 "LlamaForCausalLM");
   ExpectRefused(LoadWith({}, {"architectures", "model_type"}), "architectures", "missing");
   for (const json& bad : {json("LlamaForCausalLM"), json::array(), json{1}, json(7)}) {
@@ -325,6 +326,92 @@ TEST(ModelConfigTest, RefusesOtherArchitecturesAndListsItsOwn) {
   }
   EXPECT_TRUE(LoadWith({}, {"architectures"}).ok());  // model_type says it
   EXPECT_TRUE(LoadWith({}, {"model_type"}).ok());
+}
+
+// A config of another family: Llama's keys, without those that have a default.
+absl::StatusOr<ModelConfig> LoadFamily(const std::string& architecture,
+                                       const std::string& model_type, const Changes& changes = {},
+                                       std::vector<std::string> without = {}) {
+  Changes all = {{"architectures", {architecture}}, {"model_type", model_type}};
+  all.insert(all.end(), changes.begin(), changes.end());
+  return LoadWith(all, without);
+}
+
+TEST(ModelConfigTest, EachFamilyHasItsOwnDefaults) {
+  struct Case {
+    std::string architecture, model_type;
+    int num_kv_heads, head_dim;
+    double rope_theta;
+    float eps;
+    std::int64_t window;
+    bool qkv_bias, qk_norm;
+  };
+  for (const Case& c : {Case{"LlamaForCausalLM", "llama", 32, 4, 1e4, 1e-6F, 0, false, false},
+                        {"MistralForCausalLM", "mistral", 8, 4, 1e4, 1e-6F, 4096, false, false},
+                        {"Qwen2ForCausalLM", "qwen2", 32, 4, 1e4, 1e-6F, 0, true, false},
+                        {"Qwen3ForCausalLM", "qwen3", 32, 128, 1e4, 1e-6F, 0, false, true}}) {
+    SCOPED_TRACE(c.architecture);
+    // 32 heads of 8; what is absent is a default, or follows from the others.
+    const auto config = LoadFamily(
+        c.architecture, c.model_type, {{"num_attention_heads", 32}, {"hidden_size", 256}},
+        {"num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"});
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->num_kv_heads, c.num_kv_heads);
+    EXPECT_EQ(config->head_dim, c.head_dim == 4 ? 8 : c.head_dim);
+    EXPECT_EQ(config->rope.theta, c.rope_theta);
+    EXPECT_EQ(config->rms_norm_eps, c.eps);
+    EXPECT_EQ(config->sliding_window, c.window);
+    EXPECT_EQ(config->qkv_bias, c.qkv_bias);
+    EXPECT_FALSE(config->o_bias || config->mlp_bias);
+    EXPECT_EQ(config->qk_norm, c.qk_norm);
+  }
+}
+
+TEST(ModelConfigTest, AttentionBiasMeansWhatItMeansInItsFamily) {
+  const auto bias = [](const char* architecture, const char* model_type) {
+    return LoadFamily(architecture, model_type, {{"attention_bias", true}});
+  };
+  for (const auto& config :
+       {bias("LlamaForCausalLM", "llama"), bias("Qwen3ForCausalLM", "qwen3")}) {
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_TRUE(config->qkv_bias && config->o_bias);
+  }
+  ExpectRefused(bias("MistralForCausalLM", "mistral"), "attention_bias", "true");
+  ExpectRefused(LoadFamily("Qwen2ForCausalLM", "qwen2", {{"mlp_bias", true}}), "mlp_bias", "true");
+}
+
+TEST(ModelConfigTest, MistralsWindowIsOffOnlyWhenItIsNull) {
+  const auto window = [](const Changes& changes) {
+    return LoadFamily("MistralForCausalLM", "mistral", changes);
+  };
+  EXPECT_EQ(window({})->sliding_window, 4096);
+  EXPECT_EQ(window({{"sliding_window", nullptr}})->sliding_window, 0);
+  const auto seven = window({{"sliding_window", 7}});
+  EXPECT_EQ(seven->sliding_window, 7);
+  EXPECT_TRUE(seven->HasWindow(0) && seven->HasWindow(1));
+  ExpectRefused(window({{"sliding_window", 0}}), "sliding_window", "0");
+  ExpectRefused(window({{"layer_types", {"full_attention", "sliding_attention"}}}), "layer_types",
+                "full_attention");
+}
+
+TEST(ModelConfigTest, QwensWindowNeedsUseSlidingWindowAndStartsAtMaxWindowLayers) {
+  const auto window = [](const Changes& changes) {
+    return LoadFamily("Qwen2ForCausalLM", "qwen2", changes);
+  };
+  EXPECT_EQ(window({{"sliding_window", 7}})->sliding_window, 0);
+  EXPECT_EQ(window({{"sliding_window", 7}, {"use_sliding_window", true}})->sliding_window, 0);
+  const auto upper = window({{"sliding_window", 7},
+                             {"use_sliding_window", true},
+                             {"max_window_layers", 1},
+                             {"layer_types", {"full_attention", "sliding_attention"}}});
+  ASSERT_TRUE(upper.ok()) << upper.status();
+  EXPECT_EQ(upper->sliding_window, 7);
+  EXPECT_TRUE(!upper->HasWindow(0) && upper->HasWindow(1));
+  ExpectRefused(window({{"sliding_window", 7},
+                        {"use_sliding_window", true},
+                        {"max_window_layers", 0},
+                        {"layer_types", {"full_attention", "sliding_attention"}}}),
+                "layer_types", "full_attention");
 }
 
 TEST(ModelConfigTest, RefusesTextThatIsNoPlainJsonObject) {

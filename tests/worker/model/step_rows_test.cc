@@ -67,7 +67,7 @@ void CheckRows(const StepRows& rows, const StepPlan& plan, int n, int interleave
       ASSERT_EQ(rows.slot[row], sequence.slot);
       ASSERT_EQ(rows.visible_len[row], CountOwned(p + 1, n, interleave, r)) << "position " << p;
       const std::int64_t first = window == 0 ? 0 : std::max<std::int64_t>(0, p + 1 - window);
-      ASSERT_EQ(rows.first_visible[row], CountOwned(first, n, interleave, r)) << "position " << p;
+      ASSERT_EQ(rows.first_in_window[row], CountOwned(first, n, interleave, r)) << "position " << p;
       if (p / interleave % n == r) {
         const std::int64_t block_start = p / block_size * block_size;
         const std::int64_t offset =
