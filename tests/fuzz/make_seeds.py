@@ -43,3 +43,26 @@ plan += struct.pack("<iiqi", 3, 3, 0, 1) + struct.pack("<iiqi", 4, 1, 9, 1)
 plan += struct.pack("<4i", 1, 2, 3, -2)
 seed("step_plan_fuzzer", "mixed", plan)
 seed("step_plan_fuzzer", "empty", struct.pack("<IIQ6I", 0x54464557, 1, 1, 0, 0, 0, 0, 0, 0))
+
+
+# Pieces with their length in front: frame_assembler.h, collective_mux.h.
+def pieces(*contents):
+    return b"".join(bytes([len(c)]) + c for c in contents)
+
+
+def frame(sequence, payload, message_bytes, connection=1):
+    return struct.pack("<IIQIB3xQ", 0x31544657, 1, connection, sequence, 2, message_bytes) + payload
+
+
+seed("frame_fuzzer", "in_order", pieces(frame(0, b"12345678", 8), frame(1, b"", 0)))
+seed("frame_fuzzer", "early", pieces(frame(1, b"b", 1), frame(0, b"a", 1), frame(0, b"c", 1, connection=2)))
+seed("frame_fuzzer", "split", pieces(frame(0, b"x" * 200, 8100), frame(1, b"y" * 200, 8100)))
+
+
+def collective(round_, operation, operation_bytes, payload, offset=0):
+    return struct.pack("<IIIIQQ", 7, round_, operation, 0, operation_bytes, offset) + payload
+
+
+for operation in range(5):
+    message = pieces(collective(0, operation, 8, b"abcdefgh")) + b"\x01"
+    seed("collective_fuzzer", f"operation{operation}", bytes([16 + operation]) + message)
