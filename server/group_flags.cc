@@ -97,6 +97,9 @@ void GroupFlags::AddTo(OptionParser& parser) {
              Range(1, kMaxInt32));
   parser.AddChoice("--dcp-comm-backend", &dcp_comm_backend, {"ag_rs", "a2a"},
                    "How ranks exchange partial attention");
+  parser.Add("--dcp-replicate-query", &dcp_replicate_query,
+             "Every rank projects the queries of its whole DCP group: more weights, one exchange a "
+             "layer fewer");
 
   parser.Group("Engine");
   parser.Add("--max-num-seqs", &max_num_seqs, "Sequences in one step", Range(1, kMaxRows));

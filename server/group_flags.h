@@ -36,6 +36,7 @@ struct GroupFlags : CommonFlags {
   std::optional<std::int32_t> cp_kv_cache_interleave_size;
   std::optional<std::int32_t> block_size;
   std::string dcp_comm_backend = "ag_rs";
+  bool dcp_replicate_query = false;
 
   std::string max_model_len = "auto";
   std::int32_t max_num_seqs = 64;

@@ -1,6 +1,7 @@
 // Law 2: in fp32 the layout never changes the answer. Cells of checkpoint x layout x block size x
-// interleave x traffic x exchange x planning ahead, each against the reference's greedy tokens:
-// a pairwise covering set and 300 drawn by seed; all of them with WEFT_ALL_CELLS=1.
+// interleave x traffic x exchange x replicated queries x planning ahead, each against the
+// reference's greedy tokens: a pairwise covering set and 300 drawn by seed; all of them with
+// WEFT_ALL_CELLS=1.
 
 #include <cstdlib>
 #include <string>
@@ -30,11 +31,13 @@ struct Layout {
   Traffic traffic;
   DcpExchange exchange;
   bool async;
+  bool replicate_query;
 
   std::string Name() const {
-    return fmt::format("{} T={} N={} V={} I={} {} {} {}", checkpoint, tp, dcp, block_size,
+    return fmt::format("{} T={} N={} V={} I={} {} {} {}{}", checkpoint, tp, dcp, block_size,
                        interleave, kTrafficNames[traffic], DcpExchangeName(exchange),
-                       async ? "planning ahead" : "step by step");
+                       async ? "planning ahead" : "step by step",
+                       replicate_query ? ", queries replicated" : "");
   }
 };
 
@@ -50,13 +53,15 @@ Layout LayoutOf(const Cell& cell) {
           .interleave = kInterleaves[cell[3]] == 0 ? per_rank : kInterleaves[cell[3]],
           .traffic = static_cast<Traffic>(cell[4]),
           .exchange = cell[5] == 0 ? DcpExchange::kAgRs : DcpExchange::kA2a,
-          .async = cell[6] == 0};
+          .async = cell[6] == 0,
+          .replicate_query = cell[7] == 1};
 }
 
 std::vector<Cell> ValidCells() {
   const auto checkpoints = static_cast<int>(PresentFamilyCheckpoints().size());
-  return FullProduct({checkpoints, 8, 4, 3, kNumTraffic, 2, 2}, [](const Cell& cell) {
+  return FullProduct({checkpoints, 8, 4, 3, kNumTraffic, 2, 2, 2}, [](const Cell& cell) {
     const Layout layout = LayoutOf(cell);
+    if (layout.replicate_query && layout.dcp == 1) return false;
     return layout.interleave > 0 && layout.block_size % (layout.dcp * layout.interleave) == 0;
   });
 }
@@ -67,7 +72,8 @@ LocalGroupOptions OptionsOf(const Layout& layout, const std::filesystem::path& d
   options.model.layout = {.tensor_parallel_size = layout.tp,
                           .decode_context_parallel_size = layout.dcp,
                           .block_size = layout.block_size,
-                          .interleave = layout.interleave};
+                          .interleave = layout.interleave,
+                          .replicate_query = layout.replicate_query};
   options.model.max_model_len = 192;
   options.model.exchange = layout.exchange;
   options.rank.stall_timeout = absl::Seconds(20);

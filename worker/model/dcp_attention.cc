@@ -49,8 +49,10 @@ absl::StatusOr<DcpAttention> DcpAttention::Create(const ShardLayout& layout, std
     a.part_begin_.push_back(layout.QHeads(first_rank + i).begin - layout.GroupQHeads().begin);
   }
   a.part_begin_.push_back(a.group_heads_);
-  // Alone, a rank's queries are the group's: no padding, no copies.
-  a.own_stride_ = a.n_ == 1 ? a.group_heads_ : a.padded_heads_;
+  a.gathers_queries_ = layout.GathersQueries();
+  // Where a rank has all queries, or all outputs, there is no padding and no copy.
+  a.query_stride_ = std::int64_t{q_dim} * (a.gathers_queries_ ? a.padded_heads_ : a.group_heads_);
+  a.merged_stride_ = std::int64_t{out_dim} * (a.n_ > 1 ? a.padded_heads_ : a.group_heads_);
 
   const std::int64_t rows = max_rows;
   const std::int64_t padded = a.padded_heads_;
@@ -61,7 +63,9 @@ absl::StatusOr<DcpAttention> DcpAttention::Create(const ShardLayout& layout, std
   if (a.n_ == 1) return a;
   const std::int64_t all_lse = rows * padded * a.n_ * a.n_ * f;
   const std::int64_t packed = a.n_ * rows * padded * (out_dim + 1) * f;
-  ASSIGN_OR_RETURN(a.gathered_q_, kernels::Buffer::Allocate(a.n_ * rows * padded * q_dim * f));
+  if (a.gathers_queries_) {
+    ASSIGN_OR_RETURN(a.gathered_q_, kernels::Buffer::Allocate(a.n_ * rows * padded * q_dim * f));
+  }
   ASSIGN_OR_RETURN(a.send_, kernels::Buffer::Allocate(packed));
   ASSIGN_OR_RETURN(a.receive_, kernels::Buffer::Allocate(std::max(packed, all_lse)));
   ASSIGN_OR_RETURN(a.merged_, kernels::Buffer::Allocate(rows * padded * out_dim * f));
@@ -87,15 +91,15 @@ kernels::HeadExchangeParams DcpAttention::Exchange(std::int32_t num_rows, std::i
           .part_stride = part_stride};
 }
 
-float* DcpAttention::OwnQueries(std::int32_t num_rows) const {
-  if (n_ == 1) return group_q_.as<float>();
+float* DcpAttention::Queries(std::int32_t num_rows) const {
+  if (!gathers_queries_) return group_q_.as<float>();
   return gathered_q_.as<float>() +
          static_cast<std::int64_t>(dcp_->rank()) * num_rows * padded_heads_ * q_dim_;
 }
 
 absl::StatusOr<const float*> DcpAttention::GatherQueries(std::int32_t num_rows,
                                                          kernels::Stream& stream) {
-  if (n_ == 1) return group_q_.as<float>();
+  if (!gathers_queries_) return group_q_.as<float>();
   const std::int64_t part = static_cast<std::int64_t>(num_rows) * padded_heads_ * q_dim_;
   float* all = gathered_q_.as<float>();
   RETURN_IF_ERROR(dcp_->AllGather(all + dcp_->rank() * part, all,

@@ -24,7 +24,8 @@ std::optional<DcpExchange> ParseDcpExchange(std::string_view name);
 std::string_view DcpExchangeName(DcpExchange exchange);
 
 // The two exchanges around local attention: queries of the whole DCP group before it, partial
-// outputs merged back to their heads' ranks after it. With N = 1 nothing moves.
+// outputs merged back to their heads' ranks after it. With N = 1 nothing moves; where every rank
+// projects the queries of its whole group, only outputs do.
 //
 // Per-head messages are padded to layout.PaddedQHeads() heads a rank, so that all parts are equal.
 // Control flow depends on num_rows alone (law 4). Allocates nothing after Create(). One thread.
@@ -39,12 +40,13 @@ class DcpAttention {
   static std::int64_t MaxCollectiveBytes(const ShardLayout& layout, std::int32_t q_dim,
                                          std::int32_t out_dim, std::int32_t max_rows);
 
-  // Where to write this rank's queries for a step of `num_rows`: [num_rows, PaddedQHeads(), q_dim].
-  float* OwnQueries(std::int32_t num_rows) const;
-  std::int64_t own_query_stride() const { return own_stride_ * q_dim_; }
+  // Where to write the queries that this rank projects (ShardLayout::ProjectedQHeads()) for a step
+  // of `num_rows`: [num_rows, heads, q_dim], query_stride() floats from row to row.
+  float* Queries(std::int32_t num_rows) const;
+  std::int64_t query_stride() const { return query_stride_; }
 
-  // Sends OwnQueries() around. The result is [num_rows, group q heads, q_dim], valid until the
-  // next call.
+  // Sends Queries() around if the ranks have different ones. The result is [num_rows, group q
+  // heads, q_dim], valid until the next call.
   absl::StatusOr<const float*> GatherQueries(std::int32_t num_rows, kernels::Stream& stream);
 
   // Where attention writes: [num_rows, group q heads, out_dim] and [num_rows, group q heads].
@@ -54,7 +56,7 @@ class DcpAttention {
   // Merges partial outputs over the group. The result is this rank's heads, valid until the next
   // call: [num_rows, PaddedQHeads(), out_dim], merged_stride() floats from row to row.
   absl::StatusOr<const float*> Merge(std::int32_t num_rows, kernels::Stream& stream);
-  std::int64_t merged_stride() const { return own_stride_ * out_dim_; }
+  std::int64_t merged_stride() const { return merged_stride_; }
 
   std::int64_t workspace_bytes() const;
 
@@ -69,7 +71,9 @@ class DcpAttention {
   std::int32_t n_ = 1;  // N
   std::int32_t padded_heads_ = 0;
   std::int32_t group_heads_ = 0;
-  std::int64_t own_stride_ = 0;  // heads from row to row of this rank's queries and merged output
+  bool gathers_queries_ = false;
+  std::int64_t query_stride_ = 0;   // floats from row to row of what this rank projects
+  std::int64_t merged_stride_ = 0;  // and of the merged output
   std::int32_t q_dim_ = 0;
   std::int32_t out_dim_ = 0;
   std::vector<std::int32_t> part_begin_;  // [N + 1] group heads of each rank

@@ -93,14 +93,15 @@ absl::Status LoadAttention(const Loader& loader, const ModelConfig& c, const Sha
                            const std::string& prefix, DecoderLayerWeights& w) {
   const std::int32_t q_rows = c.num_q_heads * c.head_dim;
   const std::int32_t kv_rows = c.num_kv_heads * c.head_dim;
-  const IndexRange q = Scaled(layout.QHeads(), c.head_dim);
+  const IndexRange own = Scaled(layout.QHeads(), c.head_dim);
+  const IndexRange q = Scaled(layout.ProjectedQHeads(), c.head_dim);
   const IndexRange kv = Scaled(layout.GroupKvHeads(), c.head_dim);
 
   ASSIGN_OR_RETURN(w.q, loader.Rows({{prefix + "q_proj.weight", q_rows, q}}, c.hidden_size));
   ASSIGN_OR_RETURN(w.kv, loader.Rows({{prefix + "k_proj.weight", kv_rows, kv},
                                       {prefix + "v_proj.weight", kv_rows, kv}},
                                      c.hidden_size));
-  ASSIGN_OR_RETURN(w.o, loader.Columns(prefix + "o_proj.weight", c.hidden_size, q_rows, q));
+  ASSIGN_OR_RETURN(w.o, loader.Columns(prefix + "o_proj.weight", c.hidden_size, q_rows, own));
   if (c.qk_norm) {
     ASSIGN_OR_RETURN(w.q_norm, loader.Vector(prefix + "q_norm.weight", c.head_dim));
     ASSIGN_OR_RETURN(w.k_norm, loader.Vector(prefix + "k_norm.weight", c.head_dim));

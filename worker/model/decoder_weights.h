@@ -17,7 +17,7 @@ namespace weft {
 // has none. `o` and `down` sum over ranks, so their bias is on rank 0 alone.
 struct DecoderLayerWeights {
   std::vector<float> input_norm;  // [hidden]
-  kernels::PackedMatrix q;        // [own q heads * head_dim, hidden]
+  kernels::PackedMatrix q;        // [projected q heads * head_dim, hidden]
   kernels::PackedMatrix kv;       // [2 * group kv heads * head_dim, hidden]: K rows, then V rows
   kernels::PackedMatrix o;        // [hidden, own q heads * head_dim]
   std::vector<float> q_bias;

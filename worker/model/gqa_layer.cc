@@ -19,7 +19,7 @@ absl::StatusOr<GqaLayer> GqaLayer::Create(const ModelConfig& config, const Shard
   GqaLayer gqa(std::move(dcp_attention));
   gqa.config_ = &config;
   gqa.cache_ = &cache;
-  gqa.own_heads_ = layout.QHeads();
+  gqa.projected_heads_ = layout.ProjectedQHeads();
   gqa.group_heads_ = layout.GroupQHeads();
   gqa.kv_heads_ = layout.GroupKvHeads();
   gqa.q_per_kv_ = layout.q_per_kv();
@@ -62,8 +62,8 @@ absl::Status GqaLayer::ProjectAndAppend(std::int32_t layer, const DecoderLayerWe
                                         const Step& step, const float* normed,
                                         kernels::Stream& stream) {
   const std::int32_t num_rows = step.rows.num_rows();
-  const std::int64_t q_stride = dcp_attention_.own_query_stride();
-  float* q = dcp_attention_.OwnQueries(num_rows);
+  const std::int64_t q_stride = dcp_attention_.query_stride();
+  float* q = dcp_attention_.Queries(num_rows);
   RETURN_IF_ERROR(kernels::Linear({.x = normed,
                                    .weight = &weights.q,
                                    .bias = OrNull(weights.q_bias),
@@ -73,12 +73,13 @@ absl::Status GqaLayer::ProjectAndAppend(std::int32_t layer, const DecoderLayerWe
                                    .x_stride = hidden_size_,
                                    .y_stride = q_stride},
                                   stream));
-  RETURN_IF_ERROR(NormHeads(weights.q_norm, num_rows, own_heads_.size(), q_stride, q, stream));
+  RETURN_IF_ERROR(
+      NormHeads(weights.q_norm, num_rows, projected_heads_.size(), q_stride, q, stream));
   RETURN_IF_ERROR(kernels::Rope({.x = q,
                                  .cos = step.cos,
                                  .sin = step.sin,
                                  .num_rows = num_rows,
-                                 .num_heads = own_heads_.size(),
+                                 .num_heads = projected_heads_.size(),
                                  .head_dim = head_dim_,
                                  .row_stride = q_stride},
                                 stream));

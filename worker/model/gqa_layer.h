@@ -56,7 +56,7 @@ class GqaLayer {
   const ModelConfig* config_ = nullptr;
   DcpAttention dcp_attention_;
   KvCache* cache_ = nullptr;
-  IndexRange own_heads_;
+  IndexRange projected_heads_;
   IndexRange group_heads_;
   IndexRange kv_heads_;
   std::int32_t q_per_kv_ = 1;

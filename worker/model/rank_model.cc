@@ -137,11 +137,13 @@ std::string RankModel::Agreement(const RankModelOptions& options) const {
   return fmt::format(
       "plan version {}, architecture {}, checkpoint {:016x}, tensor_parallel_size {}, "
       "decode_context_parallel_size {}, block_size {}, cp_kv_cache_interleave_size {}, dtype {}, "
-      "kv_cache_dtype {}, dcp_comm_backend {}, max_num_seqs {}, max_num_batched_tokens {}",
+      "kv_cache_dtype {}, dcp_comm_backend {}, dcp_replicate_query {}, max_num_seqs {}, "
+      "max_num_batched_tokens {}",
       kPlanVersion, config.architecture, fingerprint, layout.tensor_parallel_size(),
       layout.decode_context_parallel_size(), layout.block_size(), layout.interleave(),
       DTypeName(dtype), DTypeName(kv_shape.dtype), DcpExchangeName(options.exchange),
-      options.max_num_seqs, options.max_num_batched_tokens);
+      options.layout.replicate_query ? "yes" : "no", options.max_num_seqs,
+      options.max_num_batched_tokens);
 }
 
 std::string RankModel::Summary(std::int32_t group_blocks, std::int64_t max_model_len) const {
@@ -156,6 +158,19 @@ std::string RankModel::Summary(std::int32_t group_blocks, std::int64_t max_model
       layout.interleave(), kv_shape.BytesPerLocalToken() / n, layout.KvCopies(),
       DTypeName(kv_shape.dtype), group_blocks, capacity,
       static_cast<double>(capacity) / static_cast<double>(max_model_len), max_model_len);
+  if (n > 1 && !layout.GathersQueries()) {
+    const std::int64_t heads = layout.ProjectedQHeads().size() - layout.QHeads().size();
+    const std::int64_t layers = config.num_layers;
+    text += fmt::format(
+        "queries: projected by every rank of a DCP group for all its heads; {:.1f} MB more weights "
+        "on rank {}, {} bytes fewer received per token\n",
+        static_cast<double>(layers * heads * config.head_dim * config.hidden_size *
+                            DTypeBytes(dtype)) /
+            1e6,
+        layout.rank(),
+        layers * (n - 1) * layout.PaddedQHeads() * config.head_dim *
+            static_cast<std::int64_t>(sizeof(float)));
+  }
   const std::int32_t useful = LargestUsefulDcp(layout, config);
   if (n > useful) {
     text += fmt::format(

@@ -151,6 +151,7 @@ absl::StatusOr<ShardLayout> ShardLayout::Create(const LayoutOptions& options,
   layout.interleave_ = shape.interleave;
   layout.num_q_heads_ = heads.num_q_heads;
   layout.num_kv_heads_ = heads.num_kv_heads;
+  layout.replicate_query_ = options.replicate_query;
   return layout;
 }
 

@@ -24,6 +24,7 @@ struct LayoutOptions {
   std::optional<std::int32_t> block_size;         // V, tokens over the DCP group
   std::optional<std::int32_t> interleave;         // I, --cp-kv-cache-interleave-size
   std::int32_t min_block_size = 128;              // least default V: 128 on the CPU, 256 on CUDA
+  bool replicate_query = false;                   // --dcp-replicate-query
 };
 
 // The head counts that a layout divides.
@@ -89,6 +90,10 @@ class ShardLayout {
   IndexRange QHeads(std::int32_t rank) const { return Slice(num_q_heads_, rank); }
   // Query heads of this rank's DCP group together.
   IndexRange GroupQHeads() const;
+  // Query heads that this rank projects itself: its own, or with replicate_query its DCP group's.
+  IndexRange ProjectedQHeads() const { return replicate_query_ ? GroupQHeads() : QHeads(); }
+  // True when a rank needs queries that it does not project.
+  bool GathersQueries() const { return dcp_ > 1 && !replicate_query_; }
   // KV heads that the group's query heads read; every rank of the group stores these.
   IndexRange GroupKvHeads() const;
   std::int32_t q_per_kv() const { return num_q_heads_ / num_kv_heads_; }
@@ -116,6 +121,7 @@ class ShardLayout {
   std::int32_t interleave_ = 1;
   std::int32_t num_q_heads_ = 1;
   std::int32_t num_kv_heads_ = 1;
+  bool replicate_query_ = false;
 };
 
 }  // namespace weft

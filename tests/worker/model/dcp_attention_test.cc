@@ -30,16 +30,19 @@ struct Shape {
   int interleave;
   int block_size;
   DcpExchange exchange;
+  bool replicate_query;
 
   std::string Name() const {
-    return fmt::format("T={} N={} heads {}/{} I={} V={} {}", tp, dcp, num_q_heads, num_kv_heads,
-                       interleave, block_size, DcpExchangeName(exchange));
+    return fmt::format("T={} N={} heads {}/{} I={} V={} {}{}", tp, dcp, num_q_heads, num_kv_heads,
+                       interleave, block_size, DcpExchangeName(exchange),
+                       replicate_query ? ", queries replicated" : "");
   }
   ShardLayout Layout(int rank) const {
     return *ShardLayout::Create({.tensor_parallel_size = tp,
                                  .decode_context_parallel_size = dcp,
                                  .block_size = block_size,
-                                 .interleave = interleave},
+                                 .interleave = interleave,
+                                 .replicate_query = replicate_query},
                                 {.num_q_heads = num_q_heads, .num_kv_heads = num_kv_heads}, rank);
   }
 };
@@ -151,12 +154,11 @@ class AttendingRank {
   }
 
   void WriteQueries(const DcpAttention& attention) {
-    float* out = attention.OwnQueries(problem_.num_rows());
+    float* out = attention.Queries(problem_.num_rows());
+    const IndexRange heads = layout_.ProjectedQHeads();
     for (int row = 0; row < problem_.num_rows(); ++row) {
-      const float* from =
-          problem_.q.data() + (row * shape_.num_q_heads + layout_.QHeads().begin) * kHeadDim;
-      std::copy_n(from, layout_.QHeads().size() * kHeadDim,
-                  out + row * attention.own_query_stride());
+      const float* from = problem_.q.data() + (row * shape_.num_q_heads + heads.begin) * kHeadDim;
+      std::copy_n(from, heads.size() * kHeadDim, out + row * attention.query_stride());
     }
   }
 
@@ -188,8 +190,8 @@ class AttendingRank {
   }
 
   // Bytes received per rank and layer, F = (N - 1) / N and Hg = N * ceil(Hq / T) padded heads:
-  // queries F * R * Hg * D * 4; a2a F * R * Hg * (D * 4 + 4); ag_rs F * R * Hg * D * 4 for the
-  // outputs and (N - 1) * R * Hg * 4 for the LSEs.
+  // queries F * R * Hg * D * 4, none where they are replicated; a2a F * R * Hg * (D * 4 + 4); ag_rs
+  // F * R * Hg * D * 4 for the outputs and (N - 1) * R * Hg * 4 for the LSEs.
   std::string CheckBytes(std::uint64_t for_queries, std::uint64_t for_merge) const {
     const std::uint64_t n = shape_.dcp;
     const std::uint64_t padded = (shape_.num_q_heads + shape_.tp - 1) / shape_.tp;
@@ -197,9 +199,10 @@ class AttendingRank {
     const std::uint64_t merge = shape_.exchange == DcpExchange::kA2a
                                     ? others * (kHeadDim * 4 + 4)
                                     : others * kHeadDim * 4 + others * n * 4;
-    if (for_queries == others * kHeadDim * 4 && for_merge == merge) return "";
+    const std::uint64_t queries = shape_.replicate_query ? 0 : others * kHeadDim * 4;
+    if (for_queries == queries && for_merge == merge) return "";
     return fmt::format("received {} and {} bytes, expected {} and {}", for_queries, for_merge,
-                       others * kHeadDim * 4, merge);
+                       queries, merge);
   }
 
   std::string CheckOutput(const float* merged, std::int64_t stride) const {
@@ -270,7 +273,8 @@ TEST(DcpAttentionTest, EqualsOneLongSoftmaxAndMovesTheBytesOfTheFormulas) {
                           .num_kv_heads = kv,
                           .interleave = interleave,
                           .block_size = dcp * interleave * (1 + shapes % 3),
-                          .exchange = exchange};
+                          .exchange = exchange,
+                          .replicate_query = shapes / 4 % 2 == 1};
         SCOPED_TRACE(shape.Name());
         std::vector<Problem> problems;
         for (int i = 0; i < 10; ++i) problems.push_back(RandomProblem(rng, shape));
