@@ -31,6 +31,10 @@ struct RopeParams {
   std::int32_t head_dim;
   std::int64_t row_stride;
   std::int64_t head_stride = 0;  // floats from head to head; 0: head_dim
+  // Where the result goes instead of x, with strides of its own.
+  float* out = nullptr;
+  std::int64_t out_row_stride = 0;
+  std::int64_t out_head_stride = 0;
 };
 
 absl::Status Rope(const RopeParams& params, Stream& stream);

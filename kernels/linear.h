@@ -13,11 +13,12 @@ namespace weft::kernels {
 
 // Rows of a weight as a checkpoint stores them.
 struct MatrixView {
-  const void* data;  // [rows, cols], `row_stride` elements from row to row
+  const void* data;  // [rows, cols]
   DType dtype;
-  std::int32_t rows;  // out features
-  std::int32_t cols;  // in features
-  std::int64_t row_stride;
+  std::int32_t rows;            // out features
+  std::int32_t cols;            // in features
+  std::int64_t row_stride;      // elements from row to row
+  std::int64_t col_stride = 1;  // and from column to column
 };
 
 // A weight [out_features, in_features], repacked once at load into the order the kernels read it:
@@ -62,6 +63,11 @@ struct LinearParams {
 };
 
 absl::Status Linear(const LinearParams& params, Stream& stream);
+
+// Several independent products at once, their weights of one shape and dtype: the experts of a
+// layer, each with its own rows, or the heads of one, each with its own columns. Each is what
+// Linear() makes of it.
+absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stream);
 
 // out[i, :] = row ids[i] - first_row of `weight`, as fp32; zeros where that is outside
 // [0, out_features): a vocabulary-parallel embedding sums over ranks.

@@ -116,6 +116,19 @@ void WidenV(const GqaAttentionParams& p, std::int64_t slot, std::int64_t kv_head
   ForBlocks(p, p.v_blocks, slot, kv_head, begin, end, body);
 }
 
+// V of keys [begin, end) out of the latents that scratch.k holds, as WidenV.
+inline void TakeValues(const GqaAttentionParams& p, std::int64_t tile, std::int64_t begin,
+                       std::int64_t end, const AttentionScratch& scratch) {
+  const std::int64_t padded = PaddedDim(p.value_dim);
+  for (std::int64_t key = begin - tile; key < end - tile; ++key) {
+    const float* HWY_RESTRICT in =
+        scratch.k + key / kPanelWidth * kPanelWidth * p.head_dim + key % kPanelWidth;
+    float* HWY_RESTRICT out = scratch.v + key * padded;
+    for (std::int64_t dim = 0; dim < p.value_dim; ++dim) out[dim] = in[dim * kPanelWidth];
+    std::fill(out + p.value_dim, out + padded, 0.0F);
+  }
+}
+
 // One query's step of the online softmax: turns scores[lo, hi) of a tile into weights relative to
 // the new maximum (0 elsewhere) and scales its record, whose maximum and sum it updates.
 HWY_INLINE void SoftmaxStep(float* HWY_RESTRICT scores, std::int64_t lo, std::int64_t hi,
@@ -213,7 +226,7 @@ template <DType kDType>
 void AddValues(const GqaAttentionParams& p, const TileKeys& keys, std::int64_t begin,
                std::int64_t end, const float* HWY_RESTRICT weights, std::int64_t num_queries,
                const AttentionScratch& scratch, float* HWY_RESTRICT records) {
-  const std::int64_t padded = PaddedDim(p.head_dim);
+  const std::int64_t padded = PaddedDim(p.value_dim);
   const auto multiply = [&](auto values, const std::byte* data, std::int64_t key, std::int64_t stop,
                             const std::byte* next) HWY_ATTR {
     using Values = decltype(values);
@@ -224,7 +237,7 @@ void AddValues(const GqaAttentionParams& p, const TileKeys& keys, std::int64_t b
                           .step_bytes = row_bytes,
                           .count = padded / kPanelWidth,
                           .acc = records,
-                          .acc_stride = RecordFloats(p.head_dim),
+                          .acc_stride = RecordFloats(p.value_dim),
                           .acc_panel_stride = kPanelWidth,
                           .next = next,
                           .next_bytes = (stop - key) * row_bytes});
@@ -246,8 +259,9 @@ template <DType kDType>
 void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int64_t tile,
                 std::int64_t begin, std::int64_t end, const AttentionScratch& scratch,
                 float* HWY_RESTRICT records) {
-  const std::int64_t padded = PaddedDim(p.head_dim);
-  const std::int64_t record_floats = RecordFloats(p.head_dim);
+  const std::int64_t padded = PaddedDim(p.value_dim);
+  const std::int64_t record_floats = RecordFloats(p.value_dim);
+  const bool latent = p.v_blocks == nullptr;
   const std::int64_t num_rows = item.end_row - item.first_row;
   const std::int64_t heads = item.end_head - item.first_head;
   // Few queries: one or two passes, which widening would only prolong.
@@ -257,10 +271,15 @@ void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int
                          .begin = begin,
                          .end = end,
                          .last = p.visible_len[item.end_row - 1],
-                         .direct = num_rows * heads <= 2 * kTileRows && padded == p.head_dim &&
+                         .direct = !latent && num_rows * heads <= 2 * kTileRows &&
+                                   padded == p.head_dim &&
                                    p.block_tokens_per_rank % kPanelWidth == 0};
   Scores<kDType>(p, keys, num_rows * heads, scratch);
-  if (!keys.direct) WidenV<kDType>(p, keys.slot, keys.kv_head, tile, begin, end, scratch.v);
+  if (latent) {
+    TakeValues(p, tile, begin, end, scratch);
+  } else if (!keys.direct) {
+    WidenV<kDType>(p, keys.slot, keys.kv_head, tile, begin, end, scratch.v);
+  }
 
   const auto bounds = [&](std::int64_t row) {
     const std::int64_t lo = std::max<std::int64_t>(p.first_visible[item.first_row + row], tile);
@@ -299,8 +318,8 @@ void AttendKeysOf(const GqaAttentionParams& p, const AttentionItem& item, std::i
 // Fills the item's records from the keys of [begin, end) that each row sees; scratch.q is ready.
 void AttendKeys(const GqaAttentionParams& p, const AttentionItem& item, std::int64_t begin,
                 std::int64_t end, const AttentionScratch& scratch, float* records) {
-  const std::int64_t record_floats = RecordFloats(p.head_dim);
-  const std::int64_t padded_dim = PaddedDim(p.head_dim);
+  const std::int64_t record_floats = RecordFloats(p.value_dim);
+  const std::int64_t padded_dim = PaddedDim(p.value_dim);
   for (std::int64_t i = 0; i < NumQueries(item); ++i) {
     float* record = records + i * record_floats;
     std::fill_n(record, padded_dim, 0.0F);

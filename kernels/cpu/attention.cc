@@ -42,9 +42,9 @@ class Launch {
         pool_(pool),
         attend_(HWY_DYNAMIC_DISPATCH(AttendKeys)),
         queries_(std::int64_t{params.num_rows} * params.num_q_heads),
-        record_floats_(RecordFloats(params.head_dim)),
-        scratch_floats_(
-            AttentionScratch::Floats(ScratchQueries(params.num_q_heads), params.head_dim)) {
+        record_floats_(RecordFloats(params.value_dim)),
+        scratch_floats_(AttentionScratch::Floats(ScratchQueries(params.num_q_heads),
+                                                 params.head_dim, params.value_dim)) {
     running_ = static_cast<float*>(workspace);
     parts_ = running_ + queries_ * record_floats_;
     scratch_ = parts_ + (queries_ + kParallelParts * params.num_q_heads) * record_floats_;
@@ -117,7 +117,8 @@ class Launch {
   }
 
   AttentionScratch Scratch(int thread) const {
-    return {scratch_ + thread * scratch_floats_, ScratchQueries(p_.num_q_heads), p_.head_dim};
+    return {scratch_ + thread * scratch_floats_, ScratchQueries(p_.num_q_heads), p_.head_dim,
+            p_.value_dim};
   }
 
   void ScaleQueries(const AttentionItem& item, float* q) const {
@@ -162,8 +163,8 @@ class Launch {
         const float sum = running[dim + 1];
         const bool empty = sum == 0.0F;
         const float factor = empty ? 0.0F : 1.0F / sum;
-        float* out = p_.out + query * p_.head_dim;
-        for (std::int64_t i = 0; i < p_.head_dim; ++i) out[i] = running[i] * factor;
+        float* out = p_.out + query * p_.value_dim;
+        for (std::int64_t i = 0; i < p_.value_dim; ++i) out[i] = running[i] * factor;
         p_.lse[query] = empty ? -std::numeric_limits<float>::infinity() : max + std::log(sum);
         running += record_floats_;
       }
@@ -244,10 +245,18 @@ class Launch {
 }  // namespace
 
 absl::Status GqaAttention(const GqaAttentionParams& params, void* workspace, Stream& stream) {
-  if (params.head_dim <= 0 || params.head_dim % 8 != 0 || params.head_dim > kMaxHeadDim) {
+  const bool latent = params.v_blocks == nullptr;
+  const int max_head_dim = latent ? kMaxLatentDim : kMaxHeadDim;
+  if (params.head_dim <= 0 || params.head_dim % 8 != 0 || params.head_dim > max_head_dim) {
     return absl::InvalidArgumentError(
         fmt::format("head_dim is {}; GqaAttention supports multiples of 8 up to {}",
-                    params.head_dim, kMaxHeadDim));
+                    params.head_dim, max_head_dim));
+  }
+  if (params.value_dim <= 0 || params.value_dim > params.head_dim ||
+      (!latent && params.value_dim != params.head_dim)) {
+    return absl::InvalidArgumentError(fmt::format("value_dim is {} with head_dim {}{}",
+                                                  params.value_dim, params.head_dim,
+                                                  latent ? "" : "; it must be the same"));
   }
   if (params.num_rows == 0 || params.num_q_heads == 0) return absl::OkStatus();
   Launch(params, workspace, PoolOf(stream)).Run();
@@ -255,12 +264,13 @@ absl::Status GqaAttention(const GqaAttentionParams& params, void* workspace, Str
 }
 
 std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_q_heads,
-                                        std::int32_t head_dim, const Stream& stream) {
+                                        std::int32_t head_dim, std::int32_t value_dim,
+                                        const Stream& stream) {
   DCHECK(stream.device() == DeviceKind::kCpu);
   const std::int64_t threads = static_cast<const CpuStream&>(stream).num_threads();
   const std::int64_t records = (std::int64_t{max_rows} * 2 + kParallelParts) * num_q_heads;
-  return (records * RecordFloats(head_dim) +
-          AttentionScratch::Floats(ScratchQueries(num_q_heads), head_dim) * threads) *
+  return (records * RecordFloats(value_dim) +
+          AttentionScratch::Floats(ScratchQueries(num_q_heads), head_dim, value_dim) * threads) *
              static_cast<std::int64_t>(sizeof(float)) +
          (std::int64_t{max_rows} + 1) * static_cast<std::int64_t>(sizeof(std::int32_t));
 }
@@ -276,10 +286,13 @@ absl::Status KvAppend(const KvAppendParams& params, Stream& stream) {
       for (std::int32_t head = 0; head < p.num_kv_heads; ++head) {
         const std::int64_t start = (block * p.num_kv_heads + head) * head_elements;
         const float* k = p.k + row * p.kv_stride + std::int64_t{head} * p.head_dim;
-        const float* v = p.v + row * p.kv_stride + std::int64_t{head} * p.head_dim;
         for (std::int32_t dim = 0; dim < p.head_dim; ++dim) {
           StoreElement(p.k_blocks, start + KIndex(token, dim, p.head_dim, p.block_tokens_per_rank),
                        p.kv_dtype, k[dim]);
+        }
+        if (p.v == nullptr) continue;
+        const float* v = p.v + row * p.kv_stride + std::int64_t{head} * p.head_dim;
+        for (std::int32_t dim = 0; dim < p.head_dim; ++dim) {
           StoreElement(p.v_blocks, start + VIndex(token, dim, p.head_dim), p.kv_dtype, v[dim]);
         }
       }

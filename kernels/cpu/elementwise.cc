@@ -62,15 +62,17 @@ void RopeRows(const RopeParams& p, std::int64_t begin, std::int64_t end) {
     const float* cos = p.cos + row * half;
     const float* sin = p.sin + row * half;
     for (std::int64_t head = 0; head < p.num_heads; ++head) {
-      float* a = p.x + row * p.row_stride + head * head_stride;
-      float* b = a + half;
+      const float* a = p.x + row * p.row_stride + head * head_stride;
+      const float* b = a + half;
+      float* out = p.out == nullptr ? p.x + row * p.row_stride + head * head_stride
+                                    : p.out + row * p.out_row_stride + head * p.out_head_stride;
       ForLanes(half, [&](auto tag, std::int64_t i) HWY_ATTR {
         const auto va = hn::LoadU(tag, a + i);
         const auto vb = hn::LoadU(tag, b + i);
         const auto c = hn::LoadU(tag, cos + i);
         const auto s = hn::LoadU(tag, sin + i);
-        hn::StoreU(hn::NegMulAdd(vb, s, hn::Mul(va, c)), tag, a + i);
-        hn::StoreU(hn::MulAdd(va, s, hn::Mul(vb, c)), tag, b + i);
+        hn::StoreU(hn::NegMulAdd(vb, s, hn::Mul(va, c)), tag, out + i);
+        hn::StoreU(hn::MulAdd(va, s, hn::Mul(vb, c)), tag, out + half + i);
       });
     }
   }

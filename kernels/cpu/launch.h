@@ -5,6 +5,7 @@
 
 #include "kernels/device/stream.h"
 #include "kernels/device/thread_pool.h"
+#include "server/base/ceil_div.h"
 #include "server/base/check.h"
 
 namespace weft::kernels {
@@ -13,8 +14,6 @@ inline ThreadPool& PoolOf(Stream& stream) {
   DCHECK(stream.device() == DeviceKind::kCpu);
   return static_cast<CpuStream&>(stream).pool();
 }
-
-constexpr std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // Runs body(begin, end) over [0, num_rows) in pieces worth a thread's while: `row_cost` is the
 // floats (or the like) a row touches. Rows must be independent.

@@ -223,26 +223,57 @@ std::int64_t PanelsPerTask(const PackedMatrix& weight, std::int64_t row_blocks, 
   return per_task > 1 ? per_task / 2 * 2 : 1;  // panels go in pairs
 }
 
+// How one product is cut into tasks.
+struct LinearCut {
+  std::int64_t panels;
+  std::int64_t per_task = 1;
+  std::int64_t row_blocks;
+  std::int64_t rows = 0;  // of a block
+
+  LinearCut(const LinearParams& params, int num_threads)
+      : panels(CeilDiv(params.weight->out_features(), kPanelWidth)),
+        row_blocks(CeilDiv(params.num_rows, MaxRowBlock(params.weight->in_features()))) {
+    if (row_blocks == 0) return;
+    per_task = PanelsPerTask(*params.weight, row_blocks, num_threads);
+    rows = CeilDiv(CeilDiv(params.num_rows, row_blocks), kRowTile) * kRowTile;
+  }
+
+  std::int64_t NumTasks() const {
+    return row_blocks == 0 ? 0 : CeilDiv(panels, per_task) * row_blocks;
+  }
+
+  LinearPiece Piece(const LinearParams& params, std::int64_t task) const {
+    const std::int64_t row = task % row_blocks * rows;
+    const std::int64_t panel = task / row_blocks * per_task;
+    return {.first_row = row,
+            .end_row = std::min<std::int64_t>(params.num_rows, row + rows),
+            .first_panel = panel,
+            .end_panel = std::min(panels, panel + per_task)};
+  }
+};
+
 }  // namespace
 
 absl::Status Linear(const LinearParams& params, Stream& stream) {
-  if (params.num_rows == 0) return absl::OkStatus();
-  const PackedMatrix& weight = *params.weight;
-  DCHECK(params.x_stride >= weight.in_features());
-  DCHECK(params.y_stride >= weight.out_features());
+  return GroupedLinear(absl::MakeConstSpan(&params, 1), stream);
+}
+
+absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stream) {
   ThreadPool& pool = PoolOf(stream);
-  const std::int64_t panels = CeilDiv(weight.out_features(), kPanelWidth);
-  const std::int64_t row_blocks = CeilDiv(params.num_rows, MaxRowBlock(weight.in_features()));
-  const std::int64_t rows = CeilDiv(CeilDiv(params.num_rows, row_blocks), kRowTile) * kRowTile;
-  const std::int64_t per_task = PanelsPerTask(weight, row_blocks, pool.num_threads());
-  const auto task = HWY_DYNAMIC_DISPATCH(LinearTask);
-  pool.ParallelFor(CeilDiv(panels, per_task) * row_blocks, [&](std::int64_t i, int /*thread*/) {
-    const std::int64_t row = i % row_blocks * rows;
-    const std::int64_t panel = i / row_blocks * per_task;
-    task(params, {.first_row = row,
-                  .end_row = std::min<std::int64_t>(params.num_rows, row + rows),
-                  .first_panel = panel,
-                  .end_panel = std::min(panels, panel + per_task)});
+  // As many tasks a product as the one with the most rows has; the others return from some at once.
+  std::int64_t tasks = 0;
+  for (const LinearParams& params : products) {
+    DCHECK(params.x_stride >= params.weight->in_features());
+    DCHECK(params.y_stride >= params.weight->out_features());
+    tasks = std::max(tasks, LinearCut(params, pool.num_threads()).NumTasks());
+  }
+  if (tasks == 0) return absl::OkStatus();
+  const auto run = HWY_DYNAMIC_DISPATCH(LinearTask);
+  const auto count = static_cast<std::int64_t>(products.size());
+  pool.ParallelFor(count * tasks, [&](std::int64_t i, int /*thread*/) {
+    const LinearParams& params = products[static_cast<std::size_t>(i / tasks)];
+    const LinearCut cut(params, pool.num_threads());
+    if (i % tasks < cut.NumTasks()) run(params, cut.Piece(params, i % tasks));
   });
   return absl::OkStatus();
 }

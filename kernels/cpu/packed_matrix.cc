@@ -56,7 +56,7 @@ std::int32_t PackRow(const Row& source, std::int32_t lane, void* panel) {
   std::int32_t bad = -1;
   for (std::int32_t col = 0; col < part.cols; ++col) {
     const std::int64_t index = PanelIndex(col, lane, kDType);
-    StoreElement(panel, index, kDType, LoadElement(row, col, part.dtype));
+    StoreElement(panel, index, kDType, LoadElement(row, col * part.col_stride, part.dtype));
     if (bad < 0 && !std::isfinite(LoadElement(panel, index, kDType))) bad = col;
   }
   return bad;
@@ -78,7 +78,8 @@ absl::Status NotFinite(absl::Span<const MatrixView> parts, std::int32_t out, DTy
   const Row row = FindRow(parts, out);
   for (std::int32_t col = 0;; ++col) {
     const float value =
-        LoadElement(row.part->data, row.row * row.part->row_stride + col, row.part->dtype);
+        LoadElement(row.part->data, row.row * row.part->row_stride + col * row.part->col_stride,
+                    row.part->dtype);
     float rounded;
     StoreElement(&rounded, 0, dtype, value);
     if (std::isfinite(LoadElement(&rounded, 0, dtype))) continue;

@@ -177,6 +177,7 @@ GqaAttentionParams AttentionOf(const KvPool& pool, const Rows& rows, const float
           .first_kv_head = 0,
           .q_per_kv = kHeads / kKvHeads,
           .head_dim = kHeadDim,
+          .value_dim = kHeadDim,
           .block_tokens_per_rank = kBlockTokens,
           .max_blocks_per_seq = pool.blocks_per_seq,
           .kv_dtype = pool.dtype,
@@ -198,7 +199,7 @@ void BM_Attention(benchmark::State& state) {
   std::vector<float> out(q.size());
   std::vector<float> lse(static_cast<std::size_t>(rows.size()) * kHeads);
   const Buffer workspace =
-      *Buffer::Allocate(GqaAttentionWorkspaceBytes(rows.size(), kHeads, kHeadDim, BenchStream()));
+      *Buffer::Allocate(GqaAttentionWorkspaceBytes(rows.size(), kHeads, kHeadDim, kHeadDim, BenchStream()));
   double keys = 0;
   for (const std::int32_t visible : rows.visible_len) keys += visible;
   Meter(state).Run(4.0 * keys * kHeads * kHeadDim * layers, bytes * layers, 0, [&] {
@@ -284,7 +285,7 @@ void BM_Model(benchmark::State& state) {
   const std::vector<std::int64_t> position(seqs, 9);
   std::vector<ArgmaxResult> tokens(seqs);
   const Buffer workspace =
-      *Buffer::Allocate(GqaAttentionWorkspaceBytes(n, kHeads, kHeadDim, BenchStream()));
+      *Buffer::Allocate(GqaAttentionWorkspaceBytes(n, kHeads, kHeadDim, kHeadDim, BenchStream()));
   CpuStream& stream = BenchStream();
   const auto linear = [&](const PackedMatrix& weight, const float* in, float* y,
                           const float* residual, std::int32_t num_rows) {

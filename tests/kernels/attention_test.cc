@@ -20,6 +20,10 @@ struct Shape {
   std::int32_t head_dim;
   std::int32_t block_tokens;
   DType dtype;
+  std::int32_t latent_dim = 0;  // with latents, whose first dims are the values: how many of them
+
+  bool latent() const { return latent_dim > 0; }
+  std::int32_t value_dim() const { return latent() ? latent_dim : head_dim; }
 };
 
 // Sequences of random lengths whose KV lies scattered over a pool that is NaN elsewhere, and rows
@@ -75,7 +79,7 @@ struct Case {
                       token % shape.block_tokens);
     }
     EXPECT_TRUE(KvAppend({.k = new_k.data(),
-                          .v = new_v.data(),
+                          .v = shape.latent() ? nullptr : new_v.data(),
                           .slots = slots.data(),
                           .k_blocks = k_blocks.data(),
                           .v_blocks = v_blocks.data(),
@@ -94,8 +98,8 @@ struct Case {
         value = LoadElement(&bits, 0, shape.dtype);
       }
     }
+    v.push_back(shape.latent() ? new_k : std::move(new_v));
     k.push_back(std::move(new_k));
-    v.push_back(std::move(new_v));
   }
 
   void AddRow(Rng& rng, std::int32_t seq, std::int32_t first, std::int32_t len) {
@@ -117,32 +121,35 @@ struct Case {
   Result Run(CpuStream& stream, std::size_t row, std::size_t count) const {
     Result result;
     const std::size_t row_floats = std::size_t(shape.num_q_heads) * shape.head_dim;
-    result.out.assign(count * row_floats, -7.0F);
+    result.out.assign(count * shape.num_q_heads * shape.value_dim(), -7.0F);
     result.lse.assign(count * shape.num_q_heads, -7.0F);
-    absl::StatusOr<Buffer> workspace = Buffer::Allocate(GqaAttentionWorkspaceBytes(
-        static_cast<std::int32_t>(count), shape.num_q_heads, shape.head_dim, stream));
+    absl::StatusOr<Buffer> workspace = Buffer::Allocate(
+        GqaAttentionWorkspaceBytes(static_cast<std::int32_t>(count), shape.num_q_heads,
+                                   shape.head_dim, shape.value_dim(), stream));
     EXPECT_TRUE(workspace.ok());
-    const absl::Status status = GqaAttention({.q = q.data() + row * row_floats,
-                                              .k_blocks = k_blocks.data(),
-                                              .v_blocks = v_blocks.data(),
-                                              .block_table = block_table.data(),
-                                              .row_slot = row_slot.data() + row,
-                                              .first_visible = first_visible.data() + row,
-                                              .visible_len = visible_len.data() + row,
-                                              .out = result.out.data(),
-                                              .lse = result.lse.data(),
-                                              .num_rows = static_cast<std::int32_t>(count),
-                                              .num_q_heads = shape.num_q_heads,
-                                              .num_kv_heads = shape.num_kv_heads,
-                                              .first_q_head = shape.first_q_head,
-                                              .first_kv_head = shape.first_kv_head,
-                                              .q_per_kv = shape.q_per_kv,
-                                              .head_dim = shape.head_dim,
-                                              .block_tokens_per_rank = shape.block_tokens,
-                                              .max_blocks_per_seq = max_blocks,
-                                              .kv_dtype = shape.dtype,
-                                              .scale = scale},
-                                             workspace->data(), stream);
+    const absl::Status status =
+        GqaAttention({.q = q.data() + row * row_floats,
+                      .k_blocks = k_blocks.data(),
+                      .v_blocks = shape.latent() ? nullptr : v_blocks.data(),
+                      .block_table = block_table.data(),
+                      .row_slot = row_slot.data() + row,
+                      .first_visible = first_visible.data() + row,
+                      .visible_len = visible_len.data() + row,
+                      .out = result.out.data(),
+                      .lse = result.lse.data(),
+                      .num_rows = static_cast<std::int32_t>(count),
+                      .num_q_heads = shape.num_q_heads,
+                      .num_kv_heads = shape.num_kv_heads,
+                      .first_q_head = shape.first_q_head,
+                      .first_kv_head = shape.first_kv_head,
+                      .q_per_kv = shape.q_per_kv,
+                      .head_dim = shape.head_dim,
+                      .value_dim = shape.value_dim(),
+                      .block_tokens_per_rank = shape.block_tokens,
+                      .max_blocks_per_seq = max_blocks,
+                      .kv_dtype = shape.dtype,
+                      .scale = scale},
+                     workspace->data(), stream);
     EXPECT_TRUE(status.ok()) << status;
     return result;
   }
@@ -175,26 +182,35 @@ struct Case {
     }
     if (scores.empty()) {
       ASSERT_EQ(result.lse[query], -kInfinity);
-      for (std::int32_t i = 0; i < shape.head_dim; ++i) {
-        ASSERT_EQ(result.out[query * shape.head_dim + i], 0.0F);
+      for (std::int32_t i = 0; i < shape.value_dim(); ++i) {
+        ASSERT_EQ(result.out[query * shape.value_dim() + i], 0.0F);
       }
       return;
     }
     double sum = 0.0;
-    std::vector<double> out(shape.head_dim);
+    std::vector<double> out(shape.value_dim());
     for (std::size_t i = 0; i < scores.size(); ++i) {
       const double weight = std::exp(scores[i] - max);
       sum += weight;
       const float* token_v = at(v, first_visible[row] + static_cast<std::int32_t>(i));
-      for (std::int32_t j = 0; j < shape.head_dim; ++j) out[j] += weight * token_v[j];
+      for (std::int32_t j = 0; j < shape.value_dim(); ++j) out[j] += weight * token_v[j];
     }
     ASSERT_NEAR(result.lse[query], max + std::log(sum), 2e-5) << "row " << row << " head " << head;
-    for (std::int32_t i = 0; i < shape.head_dim; ++i) {
-      ASSERT_NEAR(result.out[query * shape.head_dim + i], out[i] / sum, 2e-5)
+    for (std::int32_t i = 0; i < shape.value_dim(); ++i) {
+      ASSERT_NEAR(result.out[query * shape.value_dim() + i], out[i] / sum, 2e-5)
           << "row " << row << " head " << head << " dim " << i;
     }
   }
 };
+
+// One latent a token for all heads, wider than any K.
+void MakeLatent(Rng& rng, Shape& shape) {
+  shape.num_kv_heads = 1;
+  shape.first_kv_head = 0;
+  shape.q_per_kv = 30;
+  shape.head_dim = 8 * RandomInt(rng, 1, RandomInt(rng, 0, 5) == 0 ? 80 : 9);
+  shape.latent_dim = RandomInt(rng, 1, shape.head_dim);
+}
 
 Shape RandomShape(Rng& rng) {
   constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
@@ -209,6 +225,7 @@ Shape RandomShape(Rng& rng) {
   shape.head_dim = 8 * RandomInt(rng, 1, RandomInt(rng, 0, 5) == 0 ? 32 : 9);
   shape.block_tokens = kBlocks[RandomInt(rng, 0, 9)];
   shape.dtype = kDTypes[RandomInt(rng, 0, 2)];
+  if (RandomInt(rng, 0, 2) == 0) MakeLatent(rng, shape);
   return shape;
 }
 
@@ -317,11 +334,21 @@ TEST_P(AttentionTest, UnseenInfinityDoesNotReachARow) {
   }
 }
 
-TEST_P(AttentionTest, RefusesOtherHeadDims) {
+TEST_P(AttentionTest, RefusesOtherDims) {
   CpuStream stream(1);
   for (const std::int32_t head_dim : {0, 4, 12, 264}) {
-    const absl::Status status = GqaAttention({.head_dim = head_dim}, nullptr, stream);
-    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    const GqaAttentionParams params = {
+        .v_blocks = &stream, .head_dim = head_dim, .value_dim = head_dim};
+    const absl::Status status = GqaAttention(params, nullptr, stream);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << head_dim;
+  }
+  for (const std::int32_t latent_dim : {12, 1032}) {
+    const GqaAttentionParams params = {.head_dim = latent_dim, .value_dim = 8};
+    EXPECT_EQ(GqaAttention(params, nullptr, stream).code(), absl::StatusCode::kInvalidArgument);
+  }
+  for (const std::int32_t value_dim : {0, 8, 24}) {
+    const GqaAttentionParams params = {.v_blocks = &stream, .head_dim = 16, .value_dim = value_dim};
+    EXPECT_EQ(GqaAttention(params, nullptr, stream).code(), absl::StatusCode::kInvalidArgument);
   }
 }
 

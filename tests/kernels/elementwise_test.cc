@@ -203,6 +203,42 @@ TEST_P(ElementwiseTest, GatherRowsCopies) {
   EXPECT_EQ(out, (std::vector<float>{20, 21, 0, 1, 20, 21, 10, 11}));
 }
 
+TEST_P(ElementwiseTest, RopeIntoAnotherPlaceIsRopeInPlace) {
+  CpuStream stream(2);
+  Rng rng(8);
+  constexpr std::int32_t kRows = 5;
+  constexpr std::int32_t kHeads = 3;
+  constexpr std::int32_t kDim = 14;
+  const std::vector<float> x = RandomFloats(rng, kRows * kHeads * kDim);
+  const std::vector<float> cos = RandomFloats(rng, kRows * kDim / 2);
+  const std::vector<float> sin = RandomFloats(rng, kRows * kDim / 2);
+  std::vector<float> in_place = x;
+  std::vector<float> from = x;
+  std::vector<float> out(kRows * 100, -7.0F);
+  RopeParams params = {.x = in_place.data(),
+                       .cos = cos.data(),
+                       .sin = sin.data(),
+                       .num_rows = kRows,
+                       .num_heads = kHeads,
+                       .head_dim = kDim,
+                       .row_stride = kHeads * kDim};
+  ASSERT_TRUE(Rope(params, stream).ok());
+  params.x = from.data();
+  params.out = out.data() + 2;
+  params.out_row_stride = 100;
+  params.out_head_stride = 30;
+  ASSERT_TRUE(Rope(params, stream).ok());
+  EXPECT_EQ(from, x);
+  for (std::int32_t row = 0; row < kRows; ++row) {
+    for (std::int32_t i = 0; i < 100; ++i) {
+      const std::int32_t head = (i - 2) / 30;
+      const std::int32_t dim = i < 2 ? kDim : (i - 2) % 30;
+      const bool written = head < kHeads && dim < kDim;
+      ASSERT_EQ(out[row * 100 + i], written ? in_place[(row * kHeads + head) * kDim + dim] : -7.0F);
+    }
+  }
+}
+
 WEFT_FOR_EACH_TARGET(ElementwiseTest);
 
 }  // namespace

@@ -105,6 +105,64 @@ struct Case {
 
 using LinearTest = KernelTest;
 
+TEST_P(LinearTest, PacksATransposedViewAndEveryOtherRow) {
+  CpuStream stream(2);
+  Rng rng(3);
+  const std::vector<float> stored = RandomFloats(rng, 20 * 33);  // [20, 33]
+  const MatrixView columns = {stored.data(), DType::kFloat32, 33, 20, 1, 33};
+  const MatrixView odd_rows = {stored.data() + 33, DType::kFloat32, 10, 33, 2 * 33};
+  const auto transposed = PackedMatrix::Pack({&columns, 1}, DType::kFloat32, stream);
+  const auto rows = PackedMatrix::Pack({&odd_rows, 1}, DType::kFloat32, stream);
+  ASSERT_TRUE(transposed.ok() && rows.ok());
+  const auto row_of = [&](const PackedMatrix& weight, std::int32_t row) {
+    std::vector<float> out(weight.in_features());
+    EXPECT_TRUE(
+        Embedding({.weight = &weight, .ids = &row, .out = out.data(), .num_rows = 1}, stream).ok());
+    return out;
+  };
+  for (std::int32_t i = 0; i < 33; ++i) {
+    const std::vector<float> out = row_of(*transposed, i);
+    for (std::int32_t j = 0; j < 20; ++j) ASSERT_EQ(out[j], stored[j * 33 + i]);
+  }
+  for (std::int32_t i = 0; i < 10; ++i) {
+    const std::vector<float> out = row_of(*rows, i);
+    for (std::int32_t j = 0; j < 33; ++j) ASSERT_EQ(out[j], stored[(2 * i + 1) * 33 + j]);
+  }
+}
+
+TEST_P(LinearTest, GroupedProductsAreWhatEachIsAlone) {
+  CpuStream stream(3);
+  for (std::uint64_t seed = 0; seed < NumSeeds(20); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Rng rng(seed);
+    const std::int32_t out = RandomInt(rng, 1, 90);
+    const std::int32_t in = RandomInt(rng, 1, 90);
+    std::vector<Case> cases;
+    for (std::int32_t i = RandomInt(rng, 1, 9); i > 0; --i) {
+      const std::int32_t rows = seed % 4 == 0 && i == 1 ? 300 : RandomInt(rng, 0, 6);
+      cases.emplace_back(rng, rows, out, in, kDTypes[seed % 3], stream);
+    }
+    std::vector<std::vector<float>> y;
+    std::vector<LinearParams> products;
+    for (const Case& linear : cases) {
+      y.emplace_back(static_cast<std::size_t>(linear.rows * linear.y_stride), -7.0F);
+      products.push_back({.x = linear.x.data(),
+                          .weight = &linear.weight,
+                          .bias = linear.bias.data(),
+                          .residual = linear.residual.data(),
+                          .y = y.back().data(),
+                          .num_rows = linear.rows,
+                          .x_stride = linear.x_stride,
+                          .y_stride = linear.y_stride});
+    }
+    ASSERT_TRUE(GroupedLinear(products, stream).ok());
+    for (std::size_t i = 0; i < cases.size(); ++i) {
+      ASSERT_TRUE(SameBits(y[i], cases[i].Run(stream, true, true))) << "product " << i;
+    }
+  }
+  EXPECT_TRUE(GroupedLinear({}, stream).ok());
+}
+
 TEST_P(LinearTest, MatchesDoublesForAllShapesAndTypes) {
   CpuStream stream(2);
   for (std::uint64_t seed = 0; seed < NumSeeds(60); ++seed) {

@@ -32,9 +32,10 @@ absl::StatusOr<GqaLayer> GqaLayer::Create(const ModelConfig& config, const Shard
   ASSIGN_OR_RETURN(gqa.owned_x_, kernels::Buffer::Allocate(rows * config.hidden_size * f));
   ASSIGN_OR_RETURN(
       gqa.kv_, kernels::Buffer::Allocate(rows * 2 * gqa.kv_heads_.size() * config.head_dim * f));
-  ASSIGN_OR_RETURN(gqa.attention_workspace_,
-                   kernels::Buffer::Allocate(kernels::GqaAttentionWorkspaceBytes(
-                       max_rows, gqa.group_heads_.size(), config.head_dim, stream)));
+  ASSIGN_OR_RETURN(
+      gqa.attention_workspace_,
+      kernels::Buffer::Allocate(kernels::GqaAttentionWorkspaceBytes(
+          max_rows, gqa.group_heads_.size(), config.head_dim, config.head_dim, stream)));
   return gqa;
 }
 
@@ -153,6 +154,7 @@ absl::Status GqaLayer::Run(std::int32_t layer, const DecoderLayerWeights& weight
                                          .first_kv_head = kv_heads_.begin,
                                          .q_per_kv = q_per_kv_,
                                          .head_dim = head_dim_,
+                                         .value_dim = head_dim_,
                                          .block_tokens_per_rank = block_tokens_per_rank_,
                                          .max_blocks_per_seq = step.slots.max_blocks_per_seq(),
                                          .kv_dtype = cache_->shape().dtype,

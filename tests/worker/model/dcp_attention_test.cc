@@ -164,8 +164,8 @@ class AttendingRank {
 
   absl::Status Attend(const float* q, const DcpAttention& attention) {
     const std::vector<std::int32_t> zeros(problem_.num_rows());
-    std::vector<std::byte> workspace(
-        kernels::GqaAttentionWorkspaceBytes(9, layout_.GroupQHeads().size(), kHeadDim, stream_));
+    std::vector<std::byte> workspace(kernels::GqaAttentionWorkspaceBytes(
+        9, layout_.GroupQHeads().size(), kHeadDim, kHeadDim, stream_));
     return kernels::GqaAttention({.q = q,
                                   .k_blocks = k_.data(),
                                   .v_blocks = v_.data(),
@@ -182,6 +182,7 @@ class AttendingRank {
                                   .first_kv_head = layout_.GroupKvHeads().begin,
                                   .q_per_kv = layout_.q_per_kv(),
                                   .head_dim = kHeadDim,
+                                  .value_dim = kHeadDim,
                                   .block_tokens_per_rank = layout_.block_tokens_per_rank(),
                                   .max_blocks_per_seq = num_blocks_,
                                   .kv_dtype = DType::kFloat32,
