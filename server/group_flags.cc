@@ -18,7 +18,7 @@ constexpr std::int32_t kMaxWaiting = 1 << 20;
 constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 // Every flag of AddTo(), so that Arguments() passes on these and nothing of the caller's own.
-constexpr std::array<std::string_view, 21> kNames = {
+constexpr std::array<std::string_view, 23> kNames = {
     "--model",
     "--served-model-name",
     "--log-level",
@@ -28,6 +28,8 @@ constexpr std::array<std::string_view, 21> kNames = {
     "--cp-kv-cache-interleave-size",
     "--block-size",
     "--dcp-comm-backend",
+    "--dcp-replicate-query",
+    "--enable-expert-parallel",
     "--max-model-len",
     "--max-num-seqs",
     "--max-num-batched-tokens",
@@ -100,6 +102,8 @@ void GroupFlags::AddTo(OptionParser& parser) {
   parser.Add("--dcp-replicate-query", &dcp_replicate_query,
              "Every rank projects the queries of its whole DCP group: more weights, one exchange a "
              "layer fewer");
+  parser.Add("--enable-expert-parallel", &enable_expert_parallel,
+             "Share out whole experts over the ranks, not each expert's width");
 
   parser.Group("Engine");
   parser.Add("--max-num-seqs", &max_num_seqs, "Sequences in one step", Range(1, kMaxRows));

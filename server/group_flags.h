@@ -37,6 +37,7 @@ struct GroupFlags : CommonFlags {
   std::optional<std::int32_t> block_size;
   std::string dcp_comm_backend = "ag_rs";
   bool dcp_replicate_query = false;
+  bool enable_expert_parallel = false;
 
   std::string max_model_len = "auto";
   std::int32_t max_num_seqs = 64;

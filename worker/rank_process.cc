@@ -76,6 +76,7 @@ RankModelOptions ModelOptionsOf(const RankProcessOptions& options) {
           .max_num_seqs = flags.max_num_seqs,
           .max_num_batched_tokens = flags.max_num_batched_tokens,
           .exchange = *ParseDcpExchange(flags.dcp_comm_backend),
+          .expert_parallel = flags.enable_expert_parallel,
           .num_blocks = flags.num_gpu_blocks_override,
           .kv_cache_memory_bytes = flags.kv_cache_memory_bytes,
           .local_ranks = options.local_ranks};

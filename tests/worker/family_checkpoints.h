@@ -9,7 +9,8 @@ namespace weft {
 
 // A checkpoint of every family that is served, each with the reference's tokens and logits.
 inline const char* const kFamilyCheckpoints[] = {
-    "llama_gqa", "llama_mqa", "llama_odd", "llama3_rope", "qwen2", "qwen3", "mistral_window",
+    "llama_gqa", "llama_mqa",      "llama_odd", "llama3_rope",    "qwen2",
+    "qwen3",     "mistral_window", "mixtral",   "qwen3_moe_norm", "qwen3_moe_nonorm",
 };
 
 // Those of them that are here: all of them in CI, where an absent one fails the test; a bare clone

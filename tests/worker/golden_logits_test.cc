@@ -27,10 +27,11 @@ using Logits = std::vector<std::vector<float>>;  // [rows][vocab]
 struct Layout {
   int tp, dcp, block_size, interleave;
   DcpExchange exchange;
+  bool expert_parallel = false;  // where the model has experts
 
   std::string Name() const {
-    return fmt::format("T={} N={} V={} I={} {}", tp, dcp, block_size, interleave,
-                       DcpExchangeName(exchange));
+    return fmt::format("T={} N={} V={} I={} {}{}", tp, dcp, block_size, interleave,
+                       DcpExchangeName(exchange), expert_parallel ? ", whole experts" : "");
   }
 };
 
@@ -39,8 +40,8 @@ constexpr Layout kTwoShards = {2, 2, 16, 2, DcpExchange::kA2a};
 constexpr Layout kLayouts[] = {kOneRank,
                                kTwoShards,
                                {2, 1, 48, 1, DcpExchange::kAgRs},
-                               {3, 3, 48, 16, DcpExchange::kAgRs},
-                               {4, 2, 8, 4, DcpExchange::kAgRs},
+                               {3, 3, 48, 16, DcpExchange::kAgRs, true},
+                               {4, 2, 8, 4, DcpExchange::kAgRs, true},
                                {4, 4, 128, 4, DcpExchange::kA2a}};
 
 LocalGroupOptions OptionsOf(const std::filesystem::path& dir, const Layout& layout) {
@@ -51,6 +52,7 @@ LocalGroupOptions OptionsOf(const std::filesystem::path& dir, const Layout& layo
                           .block_size = layout.block_size,
                           .interleave = layout.interleave};
   options.model.exchange = layout.exchange;
+  options.model.expert_parallel = layout.expert_parallel && LoadModelConfig(dir)->moe.has_value();
   options.model.max_model_len = kMaxLen;
   options.model.num_blocks = 2 * (kMaxLen / layout.block_size + 1);
   options.rank.stall_timeout = absl::Seconds(20);

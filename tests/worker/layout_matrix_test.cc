@@ -1,9 +1,10 @@
 // Law 2: in fp32 the layout never changes the answer. Cells of checkpoint x layout x block size x
-// interleave x traffic x exchange x replicated queries x planning ahead, each against the
-// reference's greedy tokens: a pairwise covering set and 300 drawn by seed; all of them with
-// WEFT_ALL_CELLS=1.
+// interleave x traffic x exchange x planning ahead x replicated queries x expert parallelism, each
+// against the reference's greedy tokens: a pairwise covering set and 300 drawn by seed; all of them
+// with WEFT_ALL_CELLS=1.
 
 #include <cstdlib>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -32,12 +33,14 @@ struct Layout {
   DcpExchange exchange;
   bool async;
   bool replicate_query;
+  bool expert_parallel;
 
   std::string Name() const {
-    return fmt::format("{} T={} N={} V={} I={} {} {} {}{}", checkpoint, tp, dcp, block_size,
+    return fmt::format("{} T={} N={} V={} I={} {} {} {}{}{}", checkpoint, tp, dcp, block_size,
                        interleave, kTrafficNames[traffic], DcpExchangeName(exchange),
                        async ? "planning ahead" : "step by step",
-                       replicate_query ? ", queries replicated" : "");
+                       replicate_query ? ", queries replicated" : "",
+                       expert_parallel ? ", whole experts" : "");
   }
 };
 
@@ -54,14 +57,23 @@ Layout LayoutOf(const Cell& cell) {
           .traffic = static_cast<Traffic>(cell[4]),
           .exchange = cell[5] == 0 ? DcpExchange::kAgRs : DcpExchange::kA2a,
           .async = cell[6] == 0,
-          .replicate_query = cell[7] == 1};
+          .replicate_query = cell[7] == 1,
+          .expert_parallel = cell[8] == 1};
+}
+
+bool HasExperts(const std::string& checkpoint) {
+  static auto& known = *new std::map<std::string, bool>();
+  const auto [found, absent] = known.try_emplace(checkpoint);
+  if (absent) found->second = LoadModelConfig(*GoldenPath(checkpoint))->moe.has_value();
+  return found->second;
 }
 
 std::vector<Cell> ValidCells() {
   const auto checkpoints = static_cast<int>(PresentFamilyCheckpoints().size());
-  return FullProduct({checkpoints, 8, 4, 3, kNumTraffic, 2, 2, 2}, [](const Cell& cell) {
+  return FullProduct({checkpoints, 8, 4, 3, kNumTraffic, 2, 2, 2, 2}, [](const Cell& cell) {
     const Layout layout = LayoutOf(cell);
     if (layout.replicate_query && layout.dcp == 1) return false;
+    if (layout.expert_parallel && (layout.tp == 1 || !HasExperts(layout.checkpoint))) return false;
     return layout.interleave > 0 && layout.block_size % (layout.dcp * layout.interleave) == 0;
   });
 }
@@ -76,6 +88,7 @@ LocalGroupOptions OptionsOf(const Layout& layout, const std::filesystem::path& d
                           .replicate_query = layout.replicate_query};
   options.model.max_model_len = 192;
   options.model.exchange = layout.exchange;
+  options.model.expert_parallel = layout.expert_parallel;
   options.rank.stall_timeout = absl::Seconds(20);
   options.async_scheduling = layout.async;
   const int blocks_of_one = (192 + layout.block_size - 1) / layout.block_size;

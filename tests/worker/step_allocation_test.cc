@@ -69,8 +69,12 @@ void MakeDecode(std::int64_t position, StepPlan& plan) {
   ++plan.step;
 }
 
-TEST(StepAllocationTest, ASteadyDecodeStepAllocatesNothing) {
-  WEFT_GOLDEN_OR_SKIP(dir, "llama_gqa");
+class StepAllocationTest : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Checkpoints, StepAllocationTest,
+                         ::testing::Values("llama_gqa", "qwen3_moe_nonorm"));
+
+TEST_P(StepAllocationTest, ASteadyDecodeStepAllocatesNothing) {
+  WEFT_GOLDEN_OR_SKIP(dir, GetParam());
   struct Layout {
     int tp, dcp;
     DcpExchange exchange;

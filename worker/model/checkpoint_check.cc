@@ -37,6 +37,7 @@ class Checker {
     RETURN_IF_ERROR(Need(prefix_ + "input_layernorm.weight", {hidden_}, layers_));
     RETURN_IF_ERROR(CheckAttention());
     RETURN_IF_ERROR(Need(prefix_ + "post_attention_layernorm.weight", {hidden_}, layers_));
+    if (c_.HasExperts(layer)) return CheckExperts();
     return CheckMlp("mlp", {c_.intermediate_size, "intermediate_size"});
   }
 
@@ -103,6 +104,27 @@ class Checker {
     RETURN_IF_ERROR(NeedLinear(name + ".gate_proj", width, hidden_, bias));
     RETURN_IF_ERROR(NeedLinear(name + ".up_proj", width, hidden_, bias));
     return NeedLinear(name + ".down_proj", hidden_, width, bias);
+  }
+
+  absl::Status CheckExperts() {
+    const MoeConfig& moe = *c_.moe;
+    const Dim experts{moe.num_experts, "the number of experts"};
+    const Dim width{moe.intermediate_size, "an expert's width"};
+    const std::string block(moe.block);
+    RETURN_IF_ERROR(NeedLinear(block + ".gate", experts, hidden_, ""));
+    if (moe.score_bias) {
+      RETURN_IF_ERROR(
+          Need(prefix_ + block + ".gate.e_score_correction_bias", {experts}, c_.architecture));
+    }
+    for (std::int32_t e = 0; e < moe.num_experts; ++e) {
+      const std::string expert = fmt::format("{}.experts.{}.", block, e);
+      RETURN_IF_ERROR(NeedLinear(fmt::format("{}{}", expert, moe.gate), width, hidden_, ""));
+      RETURN_IF_ERROR(NeedLinear(fmt::format("{}{}", expert, moe.up), width, hidden_, ""));
+      RETURN_IF_ERROR(NeedLinear(fmt::format("{}{}", expert, moe.down), hidden_, width, ""));
+    }
+    if (moe.shared_intermediate_size == 0) return absl::OkStatus();
+    return CheckMlp(block + ".shared_experts",
+                    {moe.shared_intermediate_size, "n_shared_experts * moe_intermediate_size"});
   }
 
   bool IsOfALayer(std::string_view name) const {

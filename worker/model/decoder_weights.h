@@ -15,6 +15,16 @@ namespace weft {
 
 // One rank's part of a decoder's weights, packed for the kernels. Biases are empty when the model
 // has none. `o` and `down` sum over ranks, so their bias is on rank 0 alone.
+struct MoeWeights {
+  kernels::PackedMatrix router;  // [experts, hidden]
+  std::vector<float> score_bias;
+  // The experts of this rank: all of them, each [2 * own width, hidden] and [hidden, own width], or
+  // with expert parallelism whole ones from first_expert on. Empty in a layer that has none.
+  std::int32_t first_expert = 0;
+  std::vector<kernels::PackedMatrix> gate_up;
+  std::vector<kernels::PackedMatrix> down;
+};
+
 struct DecoderLayerWeights {
   std::vector<float> input_norm;  // [hidden]
   kernels::PackedMatrix q;        // [projected q heads * head_dim, hidden]
@@ -27,6 +37,8 @@ struct DecoderLayerWeights {
   std::vector<float> k_norm;
 
   std::vector<float> post_attention_norm;  // [hidden]
+  MoeWeights moe;
+  // The MLP; beside experts, the one that every token also goes to. Empty when there is none.
   kernels::PackedMatrix gate_up;  // [2 * own intermediate, hidden]: gate rows, then up rows
   kernels::PackedMatrix down;     // [hidden, own intermediate]
   std::vector<float> gate_up_bias;
@@ -50,13 +62,18 @@ inline const float* OrNull(const std::vector<float>& bias) {
   return bias.empty() ? nullptr : bias.data();
 }
 
+// INVALID_ARGUMENT when T is larger than a dimension that the ranks divide; with `expert_parallel`
+// they share out whole experts, else each expert's width.
+absl::Status CheckRanksCanShare(const ModelConfig& config, const ShardLayout& layout,
+                                bool expert_parallel);
+
 // Packs this rank's part of `checkpoint` as `dtype` (norms and biases stay fp32). `on_layer(done)`
-// is called after each layer, for progress. Errors name file, tensor and value; also
-// INVALID_ARGUMENT when T is larger than a dimension it divides.
+// is called after each layer, for progress. CheckRanksCanShare() has said yes. Errors name file,
+// tensor and value.
 absl::StatusOr<DecoderWeights> LoadDecoderWeights(const ModelConfig& config,
                                                   const Checkpoint& checkpoint,
                                                   const ShardLayout& layout, DType dtype,
-                                                  kernels::Stream& stream,
+                                                  bool expert_parallel, kernels::Stream& stream,
                                                   const std::function<void(int done)>& on_layer);
 
 }  // namespace weft

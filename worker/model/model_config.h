@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/dtype.h"
+#include "kernels/moe.h"
 
 namespace weft {
 
@@ -30,6 +31,30 @@ struct RopeConfig {
   std::int64_t original_max_position_embeddings = 0;  // llama3, yarn
 
   friend bool operator==(const RopeConfig&, const RopeConfig&) = default;
+};
+
+// A mixture of experts in place of the MLP of some layers.
+struct MoeConfig {
+  std::int32_t num_experts = 0;
+  std::int32_t experts_per_token = 0;
+  std::int32_t intermediate_size = 0;         // width of an expert
+  std::int32_t shared_intermediate_size = 0;  // of an MLP that every token also goes to; 0: none
+  std::vector<bool> layers;                   // [num_layers] which have it
+
+  // How a token's experts are chosen and weighed; see kernels/moe.h.
+  kernels::ExpertScore score = kernels::ExpertScore::kSoftmax;
+  bool score_bias = false;
+  kernels::GroupScore group_score = kernels::GroupScore::kNone;
+  std::int32_t num_groups = 1;
+  std::int32_t groups_per_token = 1;
+  bool normalize = false;
+  float scale = 1.0f;
+
+  // What checkpoints call it in a layer.
+  std::string_view block = "mlp";
+  std::string_view gate = "gate_proj";
+  std::string_view up = "up_proj";
+  std::string_view down = "down_proj";
 };
 
 // What a model's config.json says, checked: every value is in range and every key that would change
@@ -54,6 +79,7 @@ struct ModelConfig {
   // up to i.
   std::int64_t sliding_window = 0;
   std::int32_t first_window_layer = 0;
+  std::optional<MoeConfig> moe;
   bool tie_word_embeddings = false;
   DType dtype = DType::kFloat32;  // of the checkpoint: `dtype` or `torch_dtype`
   std::optional<std::int32_t> bos_token_id;
@@ -63,6 +89,7 @@ struct ModelConfig {
   bool HasWindow(std::int32_t layer) const {
     return sliding_window > 0 && layer >= first_window_layer;
   }
+  bool HasExperts(std::int32_t layer) const { return moe.has_value() && moe->layers[layer]; }
 };
 
 // Reads MODEL_DIR/config.json and generation_config.json. NOT_FOUND when there is no config.json;

@@ -16,6 +16,7 @@ namespace {
 using nlohmann::json;
 
 constexpr std::int64_t kMaxLayers = 1 << 16;
+constexpr std::int32_t kMaxExperts = 1 << 12;
 
 // A key that would change the result and that only one value of is computed here. Null is as good
 // as absent.
@@ -56,6 +57,13 @@ constexpr FixedKey kFixedKeys[] = {
     {"parallel_attn", "false"},
     {"num_experts", "0"},
     {"num_local_experts", "0"},
+    {"n_routed_experts", "null"},
+    {"n_shared_experts", "null"},
+    {"shared_expert_intermediate_size", "null"},
+    {"moe_layer_freq", "1"},
+    {"kv_lora_rank", "null"},
+    {"q_lora_rank", "null"},
+    {"index_topk", "null"},
     {"embedding_multiplier", "1"},
     {"residual_multiplier", "1"},
     {"logits_scaling", "1"},
@@ -94,7 +102,60 @@ struct Family {
   bool qk_norm = false;
   Window window = Window::kNone;
   std::int64_t sliding_window = 0;  // when the key is absent
+  // Reads what only this family has; `reads` are keys of kFixedKeys that it takes care of.
+  void (*read_more)(JsonFields& fields, ModelConfig& config) = nullptr;
+  std::array<std::string_view, 6> reads = {};
 };
+
+// Experts and how many of them a token gets, by the keys of the family.
+void ReadExpertCounts(JsonFields& fields, const std::string& num_experts_key, MoeConfig& moe) {
+  moe.num_experts = Dimension(fields, num_experts_key);
+  moe.experts_per_token = Dimension(fields, "num_experts_per_tok");
+  if (moe.num_experts > kMaxExperts) {
+    fields.Fail(num_experts_key, fmt::format("it must be at most {}", kMaxExperts));
+  }
+  if (moe.experts_per_token > moe.num_experts) {
+    fields.Fail("num_experts_per_tok",
+                fmt::format("it must be at most {}, {}", num_experts_key, moe.num_experts));
+  }
+}
+
+void ReadMixtralExperts(JsonFields& fields, ModelConfig& config) {
+  MoeConfig& moe = config.moe.emplace();
+  ReadExpertCounts(fields, "num_local_experts", moe);
+  moe.intermediate_size = config.intermediate_size;
+  moe.layers.assign(config.num_layers, true);
+  moe.normalize = true;
+  moe.block = "block_sparse_moe";
+  moe.gate = "w1";
+  moe.up = "w3";
+  moe.down = "w2";
+}
+
+void ReadQwen3Experts(JsonFields& fields, ModelConfig& config) {
+  MoeConfig& moe = config.moe.emplace();
+  const bool both = fields.Has("num_experts") && fields.Has("num_local_experts");
+  if (both && fields.Raw("num_experts") != fields.Raw("num_local_experts")) {
+    fields.Fail("num_local_experts", "num_experts says something else");
+  }
+  const bool old_key = fields.Has("num_experts");  // of transformers 4
+  ReadExpertCounts(fields, old_key ? "num_experts" : "num_local_experts", moe);
+  moe.intermediate_size = Dimension(fields, "moe_intermediate_size");
+  moe.normalize = fields.Bool("norm_topk_prob", false);
+  const std::int64_t step = fields.Int("decoder_sparse_step", 1, kMaxLayers, 1);
+  for (std::int32_t i = 0; i < config.num_layers; ++i) moe.layers.push_back((i + 1) % step == 0);
+  if (!fields.Has("mlp_only_layers")) return;
+  if (!fields.Raw("mlp_only_layers").is_array())
+    fields.Fail("mlp_only_layers", "it must be a list");
+  for (const json& layer : fields.Raw("mlp_only_layers")) {
+    if (!layer.is_number_unsigned() || layer >= config.num_layers) {
+      fields.Fail("mlp_only_layers",
+                  fmt::format("each must be a layer, in [0, {})", config.num_layers));
+      return;
+    }
+    moe.layers[layer.get<std::size_t>()] = false;
+  }
+}
 
 constexpr Family kFamilies[] = {
     {.architecture = "LlamaForCausalLM",
@@ -122,6 +183,22 @@ constexpr Family kFamilies[] = {
      .qk_norm = true,
      .window = Window::kIfUsed,
      .sliding_window = 4096},
+    {.architecture = "MixtralForCausalLM",
+     .model_types = {"mixtral"},
+     .num_kv_heads = 8,
+     .max_position_embeddings = 131072,
+     .rope_theta = 1e6,
+     .rms_norm_eps = 1e-5,
+     .window = Window::kAllLayers,
+     .read_more = ReadMixtralExperts,
+     .reads = {"num_local_experts"}},
+    {.architecture = "Qwen3MoeForCausalLM",
+     .model_types = {"qwen3_moe"},
+     .num_kv_heads = 4,
+     .attention_bias = AttentionBias::kByKey,
+     .qk_norm = true,
+     .read_more = ReadQwen3Experts,
+     .reads = {"num_experts", "num_local_experts"}},
 };
 
 bool HasModelType(const Family& family, std::string_view model_type) {
@@ -134,6 +211,9 @@ void CheckFixedKeys(JsonFields& fields, const Family& family) {
   if (family.attention_bias == AttentionBias::kNone) keys.push_back({"attention_bias", "false"});
   if (!family.reads_mlp_bias) keys.push_back({"mlp_bias", "false"});
   for (const FixedKey& fixed : keys) {
+    if (std::find(family.reads.begin(), family.reads.end(), fixed.key) != family.reads.end()) {
+      continue;
+    }
     if (!fields.Has(fixed.key) || fields.Raw(fixed.key) == json::parse(fixed.value)) continue;
     fields.Fail(fixed.key, std::string_view(fixed.value) == "null"
                                ? std::string("it is not supported, and must not be set")
@@ -170,6 +250,7 @@ void ReadWindow(JsonFields& fields, const Family& family, ModelConfig& config) {
     return;
   }
   if (fields.IsNull("sliding_window")) return;
+  if (!fields.Has("sliding_window") && family.sliding_window == 0) return;
   config.sliding_window = fields.Int("sliding_window", 1, kMaxPositions, family.sliding_window);
   if (family.window == Window::kIfUsed) {
     config.first_window_layer =
@@ -214,6 +295,7 @@ void ReadHeads(JsonFields& fields, const Family& family, ModelConfig& config) {
 
 absl::StatusOr<ModelConfig> Read(JsonFields& fields, const Family& family) {
   CheckFixedKeys(fields, family);
+  RETURN_IF_ERROR(fields.status());
   ModelConfig config;
   config.architecture = family.architecture;
   config.num_layers = static_cast<std::int32_t>(fields.Int("num_hidden_layers", 1, kMaxLayers));
@@ -224,6 +306,10 @@ absl::StatusOr<ModelConfig> Read(JsonFields& fields, const Family& family) {
   ReadHeads(fields, family, config);
   ReadWindow(fields, family, config);
   CheckLayerTypes(fields, config);
+  if (family.read_more != nullptr) family.read_more(fields, config);
+  if (config.moe && std::count(config.moe->layers.begin(), config.moe->layers.end(), true) == 0) {
+    config.moe.reset();
+  }
   config.max_position_embeddings =
       fields.Int("max_position_embeddings", 1, kMaxPositions, family.max_position_embeddings);
   config.rms_norm_eps =

@@ -80,6 +80,7 @@ struct Described {
           fmt::format("--max-model-len is {}; this model has positions for at most {}",
                       *options.max_model_len, config.max_position_embeddings));
     }
+    RETURN_IF_ERROR(CheckRanksCanShare(config, layout, options.expert_parallel));
     ASSIGN_OR_RETURN(std::unique_ptr<Checkpoint> checkpoint, Checkpoint::Open(options.model_dir));
     RETURN_IF_ERROR(CheckTensors(config, *checkpoint));
     return Described{std::move(config), layout, std::move(checkpoint)};
@@ -107,8 +108,8 @@ absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kerne
                            .dtype = kv_dtype};
   const int num_layers = config.num_layers;
   ASSIGN_OR_RETURN(DecoderWeights weights,
-                   LoadDecoderWeights(config, *checkpoint, layout, dtype, stream,
-                                      [&](int done) { on_layer(done, num_layers); }));
+                   LoadDecoderWeights(config, *checkpoint, layout, dtype, options.expert_parallel,
+                                      stream, [&](int done) { on_layer(done, num_layers); }));
   ASSIGN_OR_RETURN(std::int32_t num_blocks, BlocksThatFit(options, config, layout, shape,
                                                           weights.SizeBytes(), available_bytes));
   return RankModel{.config = std::move(config),
@@ -137,13 +138,13 @@ std::string RankModel::Agreement(const RankModelOptions& options) const {
   return fmt::format(
       "plan version {}, architecture {}, checkpoint {:016x}, tensor_parallel_size {}, "
       "decode_context_parallel_size {}, block_size {}, cp_kv_cache_interleave_size {}, dtype {}, "
-      "kv_cache_dtype {}, dcp_comm_backend {}, dcp_replicate_query {}, max_num_seqs {}, "
-      "max_num_batched_tokens {}",
+      "kv_cache_dtype {}, dcp_comm_backend {}, dcp_replicate_query {}, enable_expert_parallel {}, "
+      "max_num_seqs {}, max_num_batched_tokens {}",
       kPlanVersion, config.architecture, fingerprint, layout.tensor_parallel_size(),
       layout.decode_context_parallel_size(), layout.block_size(), layout.interleave(),
       DTypeName(dtype), DTypeName(kv_shape.dtype), DcpExchangeName(options.exchange),
-      options.layout.replicate_query ? "yes" : "no", options.max_num_seqs,
-      options.max_num_batched_tokens);
+      options.layout.replicate_query ? "yes" : "no", options.expert_parallel ? "yes" : "no",
+      options.max_num_seqs, options.max_num_batched_tokens);
 }
 
 std::string RankModel::Summary(std::int32_t group_blocks, std::int64_t max_model_len) const {

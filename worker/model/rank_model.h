@@ -27,6 +27,7 @@ struct RankModelOptions {
   std::int32_t max_num_seqs = 64;
   std::int32_t max_num_batched_tokens = 256;
   DcpExchange exchange = DcpExchange::kAgRs;
+  bool expert_parallel = false;  // ranks share out whole experts, not each one's width
   // KV budget of this rank, the first that is given: blocks, bytes, or the default: the least of
   // 2 GiB, max_num_seqs sequences of max_model_len, and this rank's share of 60 % of the machine's
   // available memory (or cgroup limit) less weights and workspace.

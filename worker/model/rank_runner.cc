@@ -56,6 +56,10 @@ absl::StatusOr<std::unique_ptr<RankRunner>> RankRunner::Create(
                                     options.exchange, cache, dcp, stream));
   std::unique_ptr<RankRunner> runner(
       new RankRunner(config, layout, weights, world, options, stream, std::move(attention)));
+  if (config.moe.has_value()) {
+    ASSIGN_OR_RETURN(runner->moe_,
+                     MoeLayer::Create(config, weights, options.max_num_batched_tokens));
+  }
   RETURN_IF_ERROR(runner->AllocateWorkspace());
   return runner;
 }
@@ -63,7 +67,10 @@ absl::StatusOr<std::unique_ptr<RankRunner>> RankRunner::Create(
 absl::Status RankRunner::AllocateWorkspace() {
   const std::int64_t rows = options_.max_num_batched_tokens;
   const std::int64_t sampled = options_.max_num_seqs;
-  const std::int64_t intermediate = layout_.Slice(config_.intermediate_size).size();
+  std::int32_t intermediate = 0;  // of any layer's MLP
+  for (const DecoderLayerWeights& layer : weights_.layers) {
+    intermediate = std::max(intermediate, layer.down.in_features());
+  }
   const std::int64_t tp = layout_.tensor_parallel_size();
   using kernels::Buffer;
   ASSIGN_OR_RETURN(x_, Buffer::Allocate(rows * config_.hidden_size * kFloat));
@@ -91,6 +98,7 @@ absl::Status RankRunner::AllocateWorkspace() {
 
 std::int64_t RankRunner::workspace_bytes() const {
   std::int64_t bytes = attention_.workspace_bytes();
+  if (moe_.has_value()) bytes += moe_->workspace_bytes();
   for (const kernels::Buffer* buffer : {&x_, &normed_, &gate_up_, &activated_, &rope_tables_,
                                         &logits_, &whole_send_, &whole_rows_, &whole_row_}) {
     bytes += buffer->size_bytes();
@@ -127,7 +135,8 @@ void RankRunner::PrepareStep(const StepPlan& plan, absl::Span<const std::int32_t
   }
 }
 
-absl::Status RankRunner::RunMlp(const DecoderLayerWeights& weights) {
+absl::Status RankRunner::RunMlp(std::int32_t layer) {
+  const DecoderLayerWeights& weights = weights_.layers[layer];
   const std::int32_t intermediate = weights.down.in_features();
   const std::int32_t num_rows = rows_.num_rows();
   RETURN_IF_ERROR(kernels::RmsNorm({.x = x_.as<float>(),
@@ -137,6 +146,22 @@ absl::Status RankRunner::RunMlp(const DecoderLayerWeights& weights) {
                                     .size = config_.hidden_size,
                                     .eps = config_.rms_norm_eps},
                                    stream_));
+  // Rank 0 adds the residual, the sum over ranks brings it everywhere.
+  const float* residual = layout_.rank() == 0 ? x_.as<float>() : nullptr;
+  if (config_.HasExperts(layer)) {
+    RETURN_IF_ERROR(
+        moe_->Run(weights.moe, normed_.as<float>(), residual, x_.as<float>(), num_rows, stream_));
+    residual = x_.as<float>();
+  }
+  if (intermediate > 0) RETURN_IF_ERROR(RunDenseMlp(weights, residual));
+  return world_.AllReduceSum(x_.as<float>(),
+                             static_cast<std::int64_t>(num_rows) * config_.hidden_size,
+                             DType::kFloat32, stream_);
+}
+
+absl::Status RankRunner::RunDenseMlp(const DecoderLayerWeights& weights, const float* residual) {
+  const std::int32_t intermediate = weights.down.in_features();
+  const std::int32_t num_rows = rows_.num_rows();
   RETURN_IF_ERROR(kernels::Linear({.x = normed_.as<float>(),
                                    .weight = &weights.gate_up,
                                    .bias = OrNull(weights.gate_up_bias),
@@ -151,19 +176,15 @@ absl::Status RankRunner::RunMlp(const DecoderLayerWeights& weights) {
                                     .num_rows = num_rows,
                                     .size = intermediate},
                                    stream_));
-  // Rank 0 adds the residual, the sum over ranks brings it everywhere.
-  RETURN_IF_ERROR(kernels::Linear({.x = activated_.as<float>(),
-                                   .weight = &weights.down,
-                                   .bias = OrNull(weights.down_bias),
-                                   .residual = layout_.rank() == 0 ? x_.as<float>() : nullptr,
-                                   .y = x_.as<float>(),
-                                   .num_rows = num_rows,
-                                   .x_stride = intermediate,
-                                   .y_stride = config_.hidden_size},
-                                  stream_));
-  return world_.AllReduceSum(x_.as<float>(),
-                             static_cast<std::int64_t>(num_rows) * config_.hidden_size,
-                             DType::kFloat32, stream_);
+  return kernels::Linear({.x = activated_.as<float>(),
+                          .weight = &weights.down,
+                          .bias = OrNull(weights.down_bias),
+                          .residual = residual,
+                          .y = x_.as<float>(),
+                          .num_rows = num_rows,
+                          .x_stride = intermediate,
+                          .y_stride = config_.hidden_size},
+                         stream_);
 }
 
 absl::Status RankRunner::RunLayers() {
@@ -200,7 +221,7 @@ absl::Status RankRunner::RunLayers() {
                                    layout_.rank() == 0 ? x_.as<float>() : nullptr, x_.as<float>(),
                                    stream_));
     RETURN_IF_ERROR(world_.AllReduceSum(x_.as<float>(), x_count, DType::kFloat32, stream_));
-    RETURN_IF_ERROR(RunMlp(weights));
+    RETURN_IF_ERROR(RunMlp(layer));
     if (options_.progress != nullptr) options_.progress->fetch_add(1, std::memory_order_relaxed);
   }
   return absl::OkStatus();

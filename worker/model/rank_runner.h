@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -16,6 +17,7 @@
 #include "worker/model/gqa_layer.h"
 #include "worker/model/kv_cache.h"
 #include "worker/model/model_config.h"
+#include "worker/model/moe_layer.h"
 #include "worker/model/sampler.h"
 #include "worker/model/shard_layout.h"
 #include "worker/model/step_rows.h"
@@ -71,7 +73,9 @@ class RankRunner {
   absl::Status AllocateWorkspace();
   void PrepareStep(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
   absl::Status RunLayers();
-  absl::Status RunMlp(const DecoderLayerWeights& weights);
+  absl::Status RunMlp(std::int32_t layer);
+  // x = residual + this rank's part of MLP(normed).
+  absl::Status RunDenseMlp(const DecoderLayerWeights& weights, const float* residual);
   absl::Status ComputeLogits();
   absl::Status SampleRows(const StepPlan& plan);
   absl::Status GatherWholeRows();
@@ -87,6 +91,7 @@ class RankRunner {
   const IndexRange vocab_;           // this rank's slice
   const std::int32_t padded_vocab_;  // ceil(vocab_size / T): a rank's part of a whole row
   GqaLayer attention_;
+  std::optional<MoeLayer> moe_;
   SlotTable slots_;
   StepRows rows_;
   Sampler sampler_;

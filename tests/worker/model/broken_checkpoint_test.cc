@@ -103,7 +103,7 @@ TEST(CheckTensorsTest, RefusesWeightsThatTheModelWouldLeaveOut) {
 INSTANTIATE_TEST_SUITE_P(Committed, BrokenCheckpointTest,
                          testing::Values("llama_gqa", "llama3_rope"));
 INSTANTIATE_TEST_SUITE_P(Families, BrokenCheckpointTest,
-                         testing::Values("qwen2", "qwen3", "mistral_window"));
+                         testing::Values("qwen2", "qwen3", "mistral_window", "qwen3_moe_norm"));
 
 }  // namespace
 }  // namespace weft

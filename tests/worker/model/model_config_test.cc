@@ -337,6 +337,9 @@ absl::StatusOr<ModelConfig> LoadFamily(const std::string& architecture,
   return LoadWith(all, without);
 }
 
+const Changes kExperts = {
+    {"num_local_experts", 6}, {"num_experts_per_tok", 2}, {"moe_intermediate_size", 40}};
+
 TEST(ModelConfigTest, EachFamilyHasItsOwnDefaults) {
   struct Case {
     std::string architecture, model_type;
@@ -349,12 +352,18 @@ TEST(ModelConfigTest, EachFamilyHasItsOwnDefaults) {
   for (const Case& c : {Case{"LlamaForCausalLM", "llama", 32, 4, 1e4, 1e-6F, 0, false, false},
                         {"MistralForCausalLM", "mistral", 8, 4, 1e4, 1e-6F, 4096, false, false},
                         {"Qwen2ForCausalLM", "qwen2", 32, 4, 1e4, 1e-6F, 0, true, false},
-                        {"Qwen3ForCausalLM", "qwen3", 32, 128, 1e4, 1e-6F, 0, false, true}}) {
+                        {"Qwen3ForCausalLM", "qwen3", 32, 128, 1e4, 1e-6F, 0, false, true},
+                        {"Qwen3MoeForCausalLM", "qwen3_moe", 4, 4, 1e4, 1e-6F, 0, false, true},
+                        {"MixtralForCausalLM", "mixtral", 8, 4, 1e6, 1e-5F, 0, false, false}}) {
     SCOPED_TRACE(c.architecture);
     // 32 heads of 8; what is absent is a default, or follows from the others.
-    const auto config = LoadFamily(
-        c.architecture, c.model_type, {{"num_attention_heads", 32}, {"hidden_size", 256}},
-        {"num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"});
+    Changes changes = {{"num_attention_heads", 32}, {"hidden_size", 256}};
+    if (c.model_type == "qwen3_moe" || c.model_type == "mixtral") {
+      changes.insert(changes.end(), kExperts.begin(), kExperts.end());
+    }
+    const auto config =
+        LoadFamily(c.architecture, c.model_type, changes,
+                   {"num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"});
     ASSERT_TRUE(config.ok()) << config.status();
     EXPECT_EQ(config->num_kv_heads, c.num_kv_heads);
     EXPECT_EQ(config->head_dim, c.head_dim == 4 ? 8 : c.head_dim);
@@ -365,6 +374,60 @@ TEST(ModelConfigTest, EachFamilyHasItsOwnDefaults) {
     EXPECT_FALSE(config->o_bias || config->mlp_bias);
     EXPECT_EQ(config->qk_norm, c.qk_norm);
   }
+}
+
+absl::StatusOr<ModelConfig> LoadQwen3Moe(const Changes& changes,
+                                         const std::vector<std::string>& without = {}) {
+  Changes all = kExperts;
+  all.insert(all.end(), changes.begin(), changes.end());
+  return LoadFamily("Qwen3MoeForCausalLM", "qwen3_moe", all, without);
+}
+
+TEST(ModelConfigTest, MixtralsExpertsAreWeighedAmongThemselvesInEveryLayer) {
+  const auto config = LoadFamily("MixtralForCausalLM", "mixtral", kExperts);
+  ASSERT_TRUE(config.ok()) << config.status();
+  const MoeConfig& moe = *config->moe;
+  EXPECT_EQ(moe.num_experts, 6);
+  EXPECT_EQ(moe.experts_per_token, 2);
+  EXPECT_EQ(moe.intermediate_size, 160);  // intermediate_size, whatever moe_intermediate_size says
+  EXPECT_TRUE(moe.normalize && config->HasExperts(0) && config->HasExperts(1));
+  ExpectRefused(LoadFamily("MixtralForCausalLM", "mixtral"), "num_local_experts", "missing");
+}
+
+TEST(ModelConfigTest, Qwen3MoeReadsExpertsUnderOldAndNewNames) {
+  const auto new_name = LoadQwen3Moe({{"norm_topk_prob", true}});
+  ASSERT_TRUE(new_name.ok()) << new_name.status();
+  EXPECT_EQ(new_name->moe->num_experts, 6);
+  EXPECT_EQ(new_name->moe->intermediate_size, 40);
+  EXPECT_TRUE(new_name->moe->normalize);
+  const auto old_name = LoadQwen3Moe({{"num_local_experts", nullptr}, {"num_experts", 7}});
+  ASSERT_TRUE(old_name.ok()) << old_name.status();
+  EXPECT_EQ(old_name->moe->num_experts, 7);
+  EXPECT_FALSE(old_name->moe->normalize);  // when norm_topk_prob is absent
+  EXPECT_TRUE(LoadQwen3Moe({{"num_experts", 6}}).ok());
+  ExpectRefused(LoadQwen3Moe({{"num_experts", 7}}), "num_local_experts", "6");
+}
+
+TEST(ModelConfigTest, Qwen3MoeHasDenseLayersWhereItsConfigSays) {
+  EXPECT_TRUE(LoadQwen3Moe({})->HasExperts(0));
+  const auto only = LoadQwen3Moe({{"mlp_only_layers", {0}}});
+  EXPECT_TRUE(!only->HasExperts(0) && only->HasExperts(1));
+  const auto step = LoadQwen3Moe({{"decoder_sparse_step", 2}});
+  EXPECT_TRUE(!step->HasExperts(0) && step->HasExperts(1));
+  EXPECT_FALSE(LoadQwen3Moe({{"decoder_sparse_step", 3}})->moe.has_value());
+  ExpectRefused(LoadQwen3Moe({{"mlp_only_layers", {2}}}), "mlp_only_layers", "2");
+  ExpectRefused(LoadQwen3Moe({{"mlp_only_layers", 1}}), "mlp_only_layers", "1");
+  ExpectRefused(LoadQwen3Moe({{"decoder_sparse_step", 0}}), "decoder_sparse_step", "0");
+}
+
+TEST(ModelConfigTest, RefusesExpertCountsThatCannotBe) {
+  ExpectRefused(LoadQwen3Moe({{"num_experts_per_tok", 7}}), "num_experts_per_tok", "7");
+  ExpectRefused(LoadQwen3Moe({{"num_experts_per_tok", 0}}), "num_experts_per_tok", "0");
+  ExpectRefused(LoadQwen3Moe({{"num_local_experts", 4097}}), "num_local_experts", "4097");
+  ExpectRefused(LoadQwen3Moe({{"moe_intermediate_size", -1}}), "moe_intermediate_size", "-1");
+  ExpectRefused(LoadQwen3Moe({{"n_shared_experts", 1}}), "n_shared_experts", "1");
+  ExpectRefused(LoadQwen3Moe({{"shared_expert_intermediate_size", 64}}),
+                "shared_expert_intermediate_size", "64");
 }
 
 TEST(ModelConfigTest, AttentionBiasMeansWhatItMeansInItsFamily) {

@@ -1,0 +1,135 @@
+#include "worker/model/moe_layer.h"
+
+#include <algorithm>
+
+#include "kernels/elementwise.h"
+#include "kernels/moe.h"
+#include "server/base/status_macros.h"
+
+namespace weft {
+
+absl::StatusOr<MoeLayer> MoeLayer::Create(const ModelConfig& config, const DecoderWeights& weights,
+                                          std::int32_t max_rows) {
+  const MoeConfig& moe = *config.moe;
+  std::int64_t num_local = 0;
+  std::int64_t width = 0;
+  for (const DecoderLayerWeights& layer : weights.layers) {
+    if (layer.moe.down.empty()) continue;
+    num_local = static_cast<std::int64_t>(layer.moe.down.size());
+    width = layer.moe.down[0].in_features();
+  }
+  MoeLayer layer;
+  layer.config_ = &config;
+  const std::int64_t rows = max_rows;
+  // A row's experts are different ones, so no more of them can be here than are held.
+  const std::int64_t routed = rows * std::min<std::int64_t>(moe.experts_per_token, num_local);
+  layer.experts_.resize(rows * moe.experts_per_token);
+  layer.place_of_.resize(rows * moe.experts_per_token);
+  layer.row_of_.resize(rows * moe.experts_per_token);
+  layer.expert_begin_.resize(num_local + 1);
+  layer.products_.resize(num_local);
+  constexpr std::int64_t f = sizeof(float);
+  using kernels::Buffer;
+  ASSIGN_OR_RETURN(layer.logits_, Buffer::Allocate(rows * moe.num_experts * f));
+  ASSIGN_OR_RETURN(layer.scratch_, Buffer::Allocate(rows * 2 * moe.num_experts * f));
+  ASSIGN_OR_RETURN(layer.weights_, Buffer::Allocate(rows * moe.experts_per_token * f));
+  ASSIGN_OR_RETURN(layer.routed_x_, Buffer::Allocate(routed * config.hidden_size * f));
+  ASSIGN_OR_RETURN(layer.gate_up_, Buffer::Allocate(routed * 2 * width * f));
+  ASSIGN_OR_RETURN(layer.activated_, Buffer::Allocate(routed * width * f));
+  ASSIGN_OR_RETURN(layer.routed_y_, Buffer::Allocate(routed * config.hidden_size * f));
+  return layer;
+}
+
+std::int64_t MoeLayer::workspace_bytes() const {
+  std::int64_t bytes = 0;
+  for (const kernels::Buffer* buffer :
+       {&logits_, &scratch_, &weights_, &routed_x_, &gate_up_, &activated_, &routed_y_}) {
+    bytes += buffer->size_bytes();
+  }
+  return bytes;
+}
+
+absl::Status MoeLayer::Route(const MoeWeights& weights, const float* normed, std::int32_t num_rows,
+                             kernels::Stream& stream) {
+  const MoeConfig& moe = *config_->moe;
+  RETURN_IF_ERROR(kernels::Linear({.x = normed,
+                                   .weight = &weights.router,
+                                   .bias = nullptr,
+                                   .residual = nullptr,
+                                   .y = logits_.as<float>(),
+                                   .num_rows = num_rows,
+                                   .x_stride = config_->hidden_size,
+                                   .y_stride = moe.num_experts},
+                                  stream));
+  RETURN_IF_ERROR(kernels::RouteRows({.logits = logits_.as<float>(),
+                                      .bias = OrNull(weights.score_bias),
+                                      .experts = experts_.data(),
+                                      .weights = weights_.as<float>(),
+                                      .scratch = scratch_.as<float>(),
+                                      .num_rows = num_rows,
+                                      .num_experts = moe.num_experts,
+                                      .top_k = moe.experts_per_token,
+                                      .score = moe.score,
+                                      .group_score = moe.group_score,
+                                      .num_groups = moe.num_groups,
+                                      .top_groups = moe.groups_per_token,
+                                      .normalize = moe.normalize,
+                                      .scale = moe.scale},
+                                     stream));
+  return kernels::SortByExpert({.experts = experts_.data(),
+                                .row_of = row_of_.data(),
+                                .place_of = place_of_.data(),
+                                .expert_begin = expert_begin_.data(),
+                                .num_rows = num_rows,
+                                .top_k = moe.experts_per_token,
+                                .first_expert = weights.first_expert,
+                                .num_local = static_cast<std::int32_t>(weights.down.size())},
+                               stream);
+}
+
+absl::Status MoeLayer::RunExperts(const std::vector<kernels::PackedMatrix>& weights, const float* x,
+                                  float* y, kernels::Stream& stream) {
+  for (std::size_t e = 0; e < weights.size(); ++e) {
+    const kernels::PackedMatrix& weight = weights[e];
+    const std::int64_t begin = expert_begin_[e];
+    products_[e] = {.x = x + begin * weight.in_features(),
+                    .weight = &weight,
+                    .bias = nullptr,
+                    .residual = nullptr,
+                    .y = y + begin * weight.out_features(),
+                    .num_rows = expert_begin_[e + 1] - expert_begin_[e],
+                    .x_stride = weight.in_features(),
+                    .y_stride = weight.out_features()};
+  }
+  return kernels::GroupedLinear(products_, stream);
+}
+
+absl::Status MoeLayer::Run(const MoeWeights& weights, const float* normed, const float* residual,
+                           float* x, std::int32_t num_rows, kernels::Stream& stream) {
+  RETURN_IF_ERROR(Route(weights, normed, num_rows, stream));
+  const std::int32_t routed = expert_begin_[weights.down.size()];
+  RETURN_IF_ERROR(kernels::GatherRows({.in = normed,
+                                       .index = row_of_.data(),
+                                       .out = routed_x_.as<float>(),
+                                       .num_rows = routed,
+                                       .size = config_->hidden_size},
+                                      stream));
+  RETURN_IF_ERROR(RunExperts(weights.gate_up, routed_x_.as<float>(), gate_up_.as<float>(), stream));
+  RETURN_IF_ERROR(kernels::SiluMul({.gate_up = gate_up_.as<float>(),
+                                    .out = activated_.as<float>(),
+                                    .num_rows = routed,
+                                    .size = weights.down[0].in_features()},
+                                   stream));
+  RETURN_IF_ERROR(RunExperts(weights.down, activated_.as<float>(), routed_y_.as<float>(), stream));
+  return kernels::CombineExperts({.in = routed_y_.as<float>(),
+                                  .place_of = place_of_.data(),
+                                  .weights = weights_.as<float>(),
+                                  .residual = residual,
+                                  .out = x,
+                                  .num_rows = num_rows,
+                                  .top_k = config_->moe->experts_per_token,
+                                  .size = config_->hidden_size},
+                                 stream);
+}
+
+}  // namespace weft
