@@ -9,6 +9,17 @@ namespace {
 constexpr char kReasonPayload[] = "weft/reason";
 constexpr char kRetryPayload[] = "weft/retry_after";  // absl::FormatDuration()
 
+// When to try again: a queue moves within a step or so, a group restarts in seconds; another router
+// is there at once.
+struct Passing {
+  std::string_view reason;
+  int retry_after_ms;
+};
+constexpr Passing kPassing[] = {{kReasonOverloaded, 500},
+                                {kReasonDraining, 100},
+                                {kReasonRankLost, 1000},
+                                {kReasonNotReady, 1000}};
+
 std::optional<std::string> Payload(const absl::Status& status, const char* url) {
   const absl::optional<absl::Cord> payload = status.GetPayload(url);
   if (!payload.has_value()) return std::nullopt;
@@ -33,9 +44,12 @@ absl::Status WithRetryAfter(absl::Status status, absl::Duration delay) {
 
 std::optional<absl::Duration> RetryAfterOf(const absl::Status& status) {
   const std::optional<std::string> text = Payload(status, kRetryPayload);
-  absl::Duration delay;
-  if (!text.has_value() || !absl::ParseDuration(*text, &delay)) return std::nullopt;
-  return delay;
+  if (absl::Duration delay; text.has_value() && absl::ParseDuration(*text, &delay)) return delay;
+  const std::string reason = ReasonOf(status);
+  for (const Passing& passing : kPassing) {
+    if (passing.reason == reason) return absl::Milliseconds(passing.retry_after_ms);
+  }
+  return std::nullopt;
 }
 
 }  // namespace weft

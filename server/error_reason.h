@@ -11,6 +11,7 @@ namespace weft {
 
 // Why a call failed, for programs: google.rpc.ErrorInfo.reason with the domain "weft". Travels
 // inside an absl::Status and, through grpc_status.h, over gRPC.
+// The first four pass with time: their errors advise when to try again.
 inline constexpr std::string_view kReasonOverloaded = "OVERLOADED";   // a queue is full
 inline constexpr std::string_view kReasonDraining = "DRAINING";       // stops; ask another one
 inline constexpr std::string_view kReasonRankLost = "RANK_LOST";      // the group restarts
@@ -25,6 +26,7 @@ std::string ReasonOf(const absl::Status& status);
 
 // `status` with the advice to try again after `delay`: google.rpc.RetryInfo.
 absl::Status WithRetryAfter(absl::Status status, absl::Duration delay);
+// That of WithRetryAfter(), else that of the reason, for reasons that pass with time.
 std::optional<absl::Duration> RetryAfterOf(const absl::Status& status);
 
 }  // namespace weft

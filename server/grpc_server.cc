@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "fmt/format.h"
+#include "google/protobuf/stubs/logging.h"
 #include "grpc/grpc.h"
 #include "grpc/support/log.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
@@ -30,6 +31,31 @@ int Milliseconds(absl::Duration duration) {
 
 int MessageBytes(const GrpcTransportOptions& options) {
   return static_cast<int>(std::min<std::int64_t>(options.max_message_bytes, INT_MAX));
+}
+
+void SetLimits(const GrpcServerOptions& options, grpc::ServerBuilder& builder) {
+  builder.SetMaxReceiveMessageSize(MessageBytes(options.transport));
+  builder.SetMaxSendMessageSize(MessageBytes(options.transport));
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS,
+                             Milliseconds(options.transport.keepalive_interval));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+                             Milliseconds(options.transport.keepalive_timeout));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                             Milliseconds(options.min_ping_interval));
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_MS,
+                             Milliseconds(options.max_connection_age));
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_GRACE_MS,
+                             Milliseconds(options.max_connection_age_grace));
+  if (options.max_concurrent_streams > 0) {
+    builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.max_concurrent_streams);
+  }
+  if (options.memory_quota_bytes > 0) {
+    builder.SetResourceQuota(
+        grpc::ResourceQuota("weft").Resize(static_cast<std::size_t>(options.memory_quota_bytes)));
+  }
 }
 
 // The last colon splits: "[::1]:80" has others.
@@ -89,6 +115,11 @@ void LogToSpdlog(gpr_log_func_args* args) {
                 args->message);
 }
 
+void LogProtobufToSpdlog(google::protobuf::LogLevel /*level*/, const char* file, int line,
+                         const std::string& message) {
+  spdlog::debug("protobuf: {}:{}: {}", file, line, message);
+}
+
 // gRPC 1.51 frees a channel's completion queue where the last reference goes; on one of its own
 // callback threads that is the queue the thread runs on, and the heap is corrupted. A process makes
 // a channel per group, so none is ever let go.
@@ -120,17 +151,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(
     builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &ports[i]);
   }
   for (grpc::Service* service : services) builder.RegisterService(service);
-  builder.SetMaxReceiveMessageSize(MessageBytes(options.transport));
-  builder.SetMaxSendMessageSize(MessageBytes(options.transport));
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS,
-                             Milliseconds(options.transport.keepalive_interval));
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
-                             Milliseconds(options.transport.keepalive_timeout));
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
-                             Milliseconds(options.min_ping_interval));
+  SetLimits(options, builder);
 
   std::unique_ptr<GrpcServer> server(new GrpcServer());
   server->server_ = builder.BuildAndStart();
@@ -185,6 +206,10 @@ std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
   return channel;
 }
 
-void InitGrpcLog() { gpr_set_log_function(LogToSpdlog); }
+void InitGrpcLog() {
+  gpr_set_log_function(LogToSpdlog);
+  // It has a line on standard error for every request that is not UTF-8.
+  google::protobuf::SetLogHandler(LogProtobufToSpdlog);
+}
 
 }  // namespace weft

@@ -31,10 +31,16 @@ struct GrpcServerOptions {
   std::vector<std::string> listen_addresses;
   GrpcTransportOptions transport;
   absl::Duration min_ping_interval = absl::Seconds(10);  // clients that ping faster are cut off
+  // A connection older than this is asked to go; its calls have the grace to end. Balances load
+  // over servers that came later.
+  absl::Duration max_connection_age = absl::InfiniteDuration();
+  absl::Duration max_connection_age_grace = absl::InfiniteDuration();
+  std::int32_t max_concurrent_streams = 0;  // calls of one connection at a time; 0: any number
+  std::int64_t memory_quota_bytes = 0;      // of gRPC's own buffers; 0: any
 };
 
 // A running gRPC server with reflection and grpc.health.v1, where the service "" is liveness and
-// answers SERVING from the start; others are unknown until SetServing().
+// answers SERVING from the start until Shutdown(); others are unknown until SetServing().
 //
 // Thread-safe.
 class GrpcServer {
@@ -69,7 +75,7 @@ class GrpcServer {
 std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
                                               const GrpcTransportOptions& options = {});
 
-// Sends gRPC's own log lines to ours, at debug level. Call once, after InitLog().
+// Sends the log lines of gRPC and protobuf to ours, at debug level. Call once, after InitLog().
 void InitGrpcLog();
 
 }  // namespace weft

@@ -1,7 +1,7 @@
 #include "server/router_flags.h"
 
 #include <algorithm>
-#include <array>
+#include <iterator>
 #include <limits>
 #include <string_view>
 
@@ -13,7 +13,7 @@ namespace {
 constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 // Every flag of AddTo(), and CommonFlags', which a router has as well.
-constexpr std::array<std::string_view, 15> kNames = {
+constexpr std::string_view kNames[] = {
     "--model",
     "--served-model-name",
     "--log-level",
@@ -23,12 +23,33 @@ constexpr std::array<std::string_view, 15> kNames = {
     "--skip-tokenizer-init",
     "--tokenizer-threads",
     "--max-prompt-bytes",
+    "--max-chat-messages",
+    "--max-n",
+    "--max-stop-strings",
+    "--max-stop-string-bytes",
     "--max-stop-token-ids",
+    "--max-bad-words",
+    "--max-bad-word-tokens",
+    "--max-logit-bias",
+    "--max-logprobs",
+    "--max-detokenize-tokens",
+    "--max-requests",
     "--max-queued-requests",
     "--max-attempts",
     "--max-stream-buffer-bytes",
     "--queue-timeout",
     "--drain-timeout",
+    "--max-message-bytes",
+    "--keepalive-interval",
+    "--keepalive-timeout",
+    "--min-ping-interval",
+    "--max-connection-age",
+    "--max-connection-age-grace",
+    "--max-concurrent-streams",
+    "--grpc-memory-quota-bytes",
+    "--heartbeat-timeout",
+    "--min-reconnect-backoff",
+    "--max-reconnect-backoff",
 };
 
 }  // namespace
@@ -43,11 +64,32 @@ void RouterFlags::AddTo(OptionParser& parser) {
              "No tokenizer: prompts are token ids, and no text comes back");
   parser.Add("--tokenizer-threads", &tokenizer_threads, "Threads that tokenize prompts",
              Range(1, 256));
-  parser.AddBytes("--max-prompt-bytes", &max_prompt_bytes, "Longest text prompt");
-  parser.Add("--max-stop-token-ids", &max_stop_token_ids, "Stop tokens of one request",
-             Range(0, kMaxInt32));
+  AddRequestLimitsTo(parser);
+  AddConnectionLimitsTo(parser);
+}
+
+void RouterFlags::AddRequestLimitsTo(OptionParser& parser) {
+  parser.Group("Limits of a request");
+  parser.AddBytes("--max-prompt-bytes", &max_prompt_bytes,
+                  "Longest text prompt; of a chat, all messages together");
+  const Range count(0, kMaxInt32);
+  parser.Add("--max-chat-messages", &max_chat_messages, "Messages of one chat", count);
+  parser.Add("--max-n", &max_n, "Samples of one request", Range(1, 65536));
+  parser.Add("--max-stop-strings", &max_stop_strings, "Stop strings of one request", count);
+  parser.AddBytes("--max-stop-string-bytes", &max_stop_string_bytes,
+                  "Longest stop string, and longest bad word");
+  parser.Add("--max-stop-token-ids", &max_stop_token_ids, "Stop tokens of one request", count);
+  parser.Add("--max-bad-words", &max_bad_words, "Bad words and sequences of one request", count);
+  parser.Add("--max-bad-word-tokens", &max_bad_word_tokens, "Tokens of one bad sequence", count);
+  parser.Add("--max-logit-bias", &max_logit_bias, "Entries of logit_bias", count);
+  parser.Add("--max-logprobs", &max_logprobs, "Most probable tokens that may be asked for", count);
+  parser.Add("--max-detokenize-tokens", &max_detokenize_tokens, "Tokens of one Detokenize", count);
+
+  parser.Group("Limits of all requests");
+  parser.Add("--max-requests", &max_requests, "Requests in flight at this router",
+             Range(1, kMaxInt32));
   parser.Add("--max-queued-requests", &max_queued_requests,
-             "Requests that may wait for a tokenizer thread, and for a group to be ready",
+             "Requests that may wait for a tokenizer thread, and samples for a group to be ready",
              Range(1, kMaxInt32));
   parser.Add("--max-attempts", &max_attempts,
              "Groups that may refuse a request as not ready or draining before it fails",
@@ -59,6 +101,32 @@ void RouterFlags::AddTo(OptionParser& parser) {
              "How long requests in flight may go on after SIGTERM");
 }
 
+void RouterFlags::AddConnectionLimitsTo(OptionParser& parser) {
+  parser.Group("Connections");
+  parser.AddBytes("--max-message-bytes", &max_message_bytes,
+                  "Largest message, either way, with clients and with groups");
+  parser.Add("--keepalive-interval", &keepalive_interval,
+             "Silence after which a connection is pinged, also without calls");
+  parser.Add("--keepalive-timeout", &keepalive_timeout,
+             "An unanswered ping ends the connection after this");
+  parser.Add("--min-ping-interval", &min_ping_interval,
+             "A client that pings faster than this loses its connection");
+  parser.Add("--max-connection-age", &max_connection_age,
+             "A client's connection is asked to go after this, so that load spreads anew");
+  parser.Add("--max-connection-age-grace", &max_connection_age_grace,
+             "How long the calls of such a connection may go on");
+  parser.Add("--max-concurrent-streams", &max_concurrent_streams,
+             "Calls of one connection at a time; more wait in the client. 0: any number",
+             Range(0, kMaxInt32));
+  parser.AddBytes("--grpc-memory-quota-bytes", &memory_quota_bytes,
+                  "Memory of gRPC's own buffers for all connections; 0: any");
+  parser.Add("--heartbeat-timeout", &heartbeat_timeout,
+             "A leader that is silent for this long is taken for lost; it speaks every 500 ms");
+  parser.Add("--min-reconnect-backoff", &min_reconnect_backoff,
+             "Pause before a lost leader is asked for again, at first");
+  parser.Add("--max-reconnect-backoff", &max_reconnect_backoff, "And at most");
+}
+
 std::vector<std::string> RouterFlags::ListenAddresses() const {
   if (!listen.empty()) return listen;
   return {fmt::format("{}:{}", host, port)};
@@ -66,7 +134,7 @@ std::vector<std::string> RouterFlags::ListenAddresses() const {
 
 std::vector<std::string> RouterFlags::Arguments(const OptionParser& parser) {
   return parser.Arguments([](std::string_view name) {
-    return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
+    return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
   });
 }
 

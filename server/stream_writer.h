@@ -36,12 +36,15 @@ struct StreamWriterOptions {
   std::int64_t max_bytes = std::int64_t{1} << 20;
   std::int64_t (*size_bytes)(const T&) = nullptr;  // counts a message towards max_bytes; required
   // Appends `next` to the waiting message `into` and returns true, or returns false and leaves both
-  // alone. Null: messages are never merged. Runs under the stream's lock.
+  // alone. Tried from the newest waiting message on: where messages of several sources share a
+  // stream, each source's stay in order. Null: messages are never merged. Runs under the stream's
+  // lock.
   bool (*merge)(T& into, T& next) = nullptr;
-  // Told once when the stream ends before the producer's Finish(): the reader cancelled, vanished,
-  // hit its deadline or was too slow. Runs on a thread of the transport, or, for a slow reader,
-  // inside Write(). Never runs when Finish() has returned true, but may still be about to run when
-  // Write() or Finish() has returned false: capture what outlives the call.
+  // Told once when the transport ends the stream before the producer's Finish(): the reader
+  // cancelled, vanished or hit its deadline. Runs on a thread of the transport, never inside
+  // Write() or Finish(), so that the producer may hold its locks there. Never runs when Finish()
+  // has returned true, but may still be about to run when Write() or Finish() has returned false:
+  // capture what outlives the call.
   std::function<void()> on_cancel;
 };
 
@@ -64,10 +67,11 @@ class StreamWriter {
   StreamWriter(const StreamWriter&) = delete;
   StreamWriter& operator=(const StreamWriter&) = delete;
 
-  // --- The producer's side: one thread at a time.
+  // --- The producer's side.
 
-  // False when the stream has ended (on_cancel is told, or was, unless the producer finished it):
-  // the message is dropped and the producer should stop.
+  // False when the stream has ended, also because this message is one too many for a slow reader:
+  // it is dropped, and the producer has to stop. One source's messages come from one thread at a
+  // time; several sources may write at once.
   bool Write(T message);
   // Ends the stream with `status` after everything written has gone out. False when the stream had
   // ended before.
@@ -136,6 +140,7 @@ bool StreamWriter<T>::Write(T message) {
       Abort(WithReason(absl::ResourceExhaustedError("the reader is too slow for this stream"),
                        kReasonSlowReader),
             action);
+      action.tell_producer = false;  // it learns it from us
     }
   }
   Perform(std::move(action));
@@ -189,11 +194,13 @@ void StreamWriter<T>::OnDone() {
 
 template <typename T>
 void StreamWriter<T>::Buffer(T message) {
-  if (options_.merge != nullptr && !waiting_.empty()) {
-    const std::int64_t before = options_.size_bytes(waiting_.back());
-    if (options_.merge(waiting_.back(), message)) {
-      waiting_bytes_ += options_.size_bytes(waiting_.back()) - before;
-      return;
+  if (options_.merge != nullptr) {
+    for (auto into = waiting_.rbegin(); into != waiting_.rend(); ++into) {
+      const std::int64_t before = options_.size_bytes(*into);
+      if (options_.merge(*into, message)) {
+        waiting_bytes_ += options_.size_bytes(*into) - before;
+        return;
+      }
     }
   }
   waiting_bytes_ += options_.size_bytes(message);

@@ -272,6 +272,7 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
     Fail(options, server.status());
     return kExitConfigError;
   }
+  (*server)->SetServing("weft.v1.Worker", false);
 
   // What is wrong here is reported here: the followers' streams end with us, and not as a loss.
   const auto fail = [&](const absl::Status& status) {
@@ -301,6 +302,7 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   std::promise<void> drained;
   signals.OnSignal([&] {
     spdlog::info("draining {} requests", leader.num_requests());
+    (*server)->SetServing("weft.v1.Worker", false);
     service.StartDrain();
     const absl::Time deadline = absl::Now() + options.drain_timeout;
     while (leader.num_requests() > 0 && absl::Now() < deadline) {

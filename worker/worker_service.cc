@@ -22,7 +22,9 @@ class GenerateCall final : public TokenSink {
  public:
   using Response = v1::WorkerGenerateResponse;
 
-  void Attach(std::shared_ptr<StreamWriter<Response>> writer) { writer_ = std::move(writer); }
+  // `cancel` ends the request; any thread, any time.
+  GenerateCall(std::shared_ptr<StreamWriter<Response>> writer, std::function<void()> cancel)
+      : writer_(std::move(writer)), cancel_(std::move(cancel)) {}
 
   void OnRefused(const absl::Status& status) override { writer_->Finish(status); }
 
@@ -49,12 +51,13 @@ class GenerateCall final : public TokenSink {
         writer_->Finish(event.error);
         return;
     }
-    writer_->Write(std::move(response));
+    if (!writer_->Write(std::move(response))) cancel_();
     if (event.finish != FinishReason::kNone) writer_->Finish(absl::OkStatus());
   }
 
  private:
-  std::shared_ptr<StreamWriter<Response>> writer_;
+  const std::shared_ptr<StreamWriter<Response>> writer_;
+  const std::function<void()> cancel_;
 };
 
 std::int64_t ResponseBytes(const v1::WorkerGenerateResponse& response) {
@@ -313,10 +316,11 @@ grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* WorkerService::Generate(
   };
   const auto cancelled = std::make_shared<Cancelled>();
   Leader* const leader = leader_.load();
+  const auto cancel = [cancelled, leader] {
+    if (const std::uint64_t id = cancelled->id; id != 0) leader->Cancel(RequestId{id});
+  };
   auto* stream = new GrpcStream<v1::WorkerGenerateResponse>(
-      {.size_bytes = ResponseBytes, .merge = MergeResponses, .on_cancel = [cancelled, leader] {
-         if (const std::uint64_t id = cancelled->id; id != 0) leader->Cancel(RequestId{id});
-       }});
+      {.size_bytes = ResponseBytes, .merge = MergeResponses, .on_cancel = cancel});
   const auto writer = stream->writer();
   if (leader == nullptr || draining_) {
     writer->Finish(
@@ -336,8 +340,7 @@ grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* WorkerService::Generate(
     writer->Finish(engine_request.status());
     return stream;
   }
-  const auto call = std::make_shared<GenerateCall>();
-  call->Attach(writer);
+  const auto call = std::make_shared<GenerateCall>(writer, cancel);
   const absl::StatusOr<RequestId> id = leader->Submit(*std::move(engine_request), call);
   if (!id.ok()) {
     writer->Finish(id.status());

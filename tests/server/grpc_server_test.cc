@@ -2,8 +2,12 @@
 
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <memory>
+#include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -30,12 +34,20 @@ class Service : public v1::Inference::CallbackService {
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
                                           const v1::GetServerInfoRequest*,
                                           v1::GetServerInfoResponse* response) override {
+    ++calls;
+    peer = context->peer();
     response->set_version(std::string(answer_bytes, 'x'));
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    grpc::ServerUnaryReactor* none = nullptr;
+    if (hold && held.compare_exchange_strong(none, reactor)) return reactor;
     reactor->Finish(grpc::Status::OK);
     return reactor;
   }
   std::size_t answer_bytes = 1;
+  bool hold = false;  // the first call is not answered
+  std::atomic<int> calls = 0;
+  std::string peer;  // of the last call
+  std::atomic<grpc::ServerUnaryReactor*> held = nullptr;
 };
 
 std::string Bytes(const grpc::ByteBuffer& buffer) {
@@ -48,9 +60,11 @@ std::string Bytes(const grpc::ByteBuffer& buffer) {
 
 class GrpcServerTest : public ::testing::Test {
  protected:
-  absl::StatusOr<std::unique_ptr<GrpcServer>> Start(std::vector<std::string> addresses) {
+  absl::StatusOr<std::unique_ptr<GrpcServer>> Start(std::vector<std::string> addresses,
+                                                    GrpcServerOptions options = {}) {
     grpc::Service* services[] = {&service_};
-    return GrpcServer::Start({.listen_addresses = std::move(addresses)}, services);
+    options.listen_addresses = std::move(addresses);
+    return GrpcServer::Start(options, services);
   }
   static absl::Status Call(const std::string& address, GrpcTransportOptions options = {}) {
     grpc::ClientContext context;
@@ -114,6 +128,49 @@ TEST_F(GrpcServerTest, MessagesAreAsLargeAsTheOptionsSay) {
   EXPECT_TRUE(Call(address, {.max_message_bytes = bytes}).ok());
   EXPECT_EQ(Call(address, {.max_message_bytes = bytes - 1}).code(),
             absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(GrpcServerTest, CallsBeyondTheConcurrentStreamsOfAConnectionWaitInTheClient) {
+  for (const std::int32_t streams : {1, 2}) {
+    service_.hold = true;
+    service_.held = nullptr;
+    service_.calls = 0;
+    auto server = Start({"127.0.0.1:0"}, {.max_concurrent_streams = streams});
+    ASSERT_TRUE(server.ok()) << server.status();
+    const auto stub = v1::Inference::NewStub(NewGrpcChannel((*server)->addresses()[0]));
+    std::thread first([&stub] {
+      grpc::ClientContext context;
+      v1::GetServerInfoResponse response;
+      EXPECT_TRUE(stub->GetServerInfo(&context, {}, &response).ok());
+    });
+    while (service_.held == nullptr) std::this_thread::yield();
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() +
+                         std::chrono::milliseconds(streams == 1 ? 300 : 60000));
+    v1::GetServerInfoResponse response;
+    const grpc::Status second = stub->GetServerInfo(&context, {}, &response);
+    EXPECT_EQ(second.ok(), streams == 2);
+    EXPECT_EQ(service_.calls, streams);
+    service_.held.load()->Finish(grpc::Status::OK);
+    first.join();
+  }
+}
+
+TEST_F(GrpcServerTest, AnOldConnectionIsReplacedWithoutAFailedCall) {
+  auto server = Start({"127.0.0.1:0"}, {.max_connection_age = absl::Milliseconds(50),
+                                        .max_connection_age_grace = absl::Seconds(30)});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto stub = v1::Inference::NewStub(NewGrpcChannel((*server)->addresses()[0]));
+  std::set<std::string> connections;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (connections.size() < 3 && std::chrono::steady_clock::now() < end) {
+    grpc::ClientContext context;
+    v1::GetServerInfoResponse response;
+    const grpc::Status status = stub->GetServerInfo(&context, {}, &response);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    connections.insert(service_.peer);
+  }
+  EXPECT_EQ(connections.size(), 3);
 }
 
 TEST_F(GrpcServerTest, HealthFollowsSetServing) {

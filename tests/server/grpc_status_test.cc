@@ -34,18 +34,32 @@ TEST(GrpcStatusTest, ReasonAndRetryDelayComeBack) {
   EXPECT_TRUE(WithReason(absl::OkStatus(), "A").ok());
 }
 
+TEST(GrpcStatusTest, ReasonsThatPassSayWhenToTryAgain) {
+  for (const std::string_view reason :
+       {kReasonOverloaded, kReasonDraining, kReasonRankLost, kReasonNotReady}) {
+    const absl::Status status = WithReason(absl::UnavailableError("x"), reason);
+    const absl::Status back = FromGrpcStatus(ToGrpcStatus(status));
+    EXPECT_GT(RetryAfterOf(back), absl::ZeroDuration()) << reason;
+    EXPECT_EQ(ReasonOf(back), reason);
+    // What was said wins.
+    EXPECT_EQ(RetryAfterOf(WithRetryAfter(status, absl::Hours(1))), absl::Hours(1));
+  }
+  for (const std::string_view reason : {kReasonSlowReader, kReasonOutOfLimits}) {
+    EXPECT_EQ(RetryAfterOf(WithReason(absl::InternalError("x"), reason)), std::nullopt) << reason;
+  }
+}
+
 // What other gRPC implementations read: google.rpc.Status{code 14, message, details {Any{url,
 // ErrorInfo{1: reason, 2: domain}}}}, spelled out by hand from the public definition.
 TEST(GrpcStatusTest, DetailsHaveTheWireFormatOfGoogleRpc) {
-  const std::string info = std::string("\x0a\x09RANK_LOST") + "\x12\x04weft";
+  const std::string info = std::string("\x0a\x09SOMETHING") + "\x12\x04weft";
   const std::string url = "type.googleapis.com/google.rpc.ErrorInfo";
   const std::string any = "\x0a" + std::string(1, static_cast<char>(url.size())) + url + "\x12" +
                           std::string(1, static_cast<char>(info.size())) + info;
   const std::string expected = std::string("\x08\x0e") + "\x12\x04gone" + "\x1a" +
                                std::string(1, static_cast<char>(any.size())) + any;
-  EXPECT_EQ(
-      ToGrpcStatus(WithReason(absl::UnavailableError("gone"), kReasonRankLost)).error_details(),
-      expected);
+  EXPECT_EQ(ToGrpcStatus(WithReason(absl::UnavailableError("gone"), "SOMETHING")).error_details(),
+            expected);
 }
 
 TEST(GrpcStatusTest, DetailsThatAreNotOursAreDropped) {

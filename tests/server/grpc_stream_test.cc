@@ -37,14 +37,14 @@ class EchoService : public v1::Worker::CallbackService {
     });
     MutexLock lock(mutex_);
     threads_.emplace_back(
-        [writer = stream->writer(), request = *request] { Produce(*writer, request); });
+        [this, writer = stream->writer(), request = *request] { Produce(*writer, request); });
     return stream;
   }
 
   std::atomic<int> cancels = 0;
 
  private:
-  static void Produce(StreamWriter<Response>& writer, const v1::WorkerGenerateRequest& request) {
+  void Produce(StreamWriter<Response>& writer, const v1::WorkerGenerateRequest& request) {
     Response response;
     for (const std::int32_t id : request.prompt_token_ids()) {
       response.clear_token_ids();
@@ -55,6 +55,7 @@ class EchoService : public v1::Worker::CallbackService {
     if (request.request_id() == "flood") {
       while (writer.Write(response)) {
       }
+      ++cancels;  // learnt here, not by on_cancel
       return;
     }
     writer.Finish(
