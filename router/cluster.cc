@@ -43,18 +43,18 @@ std::shared_ptr<const ClusterSnapshot> Cluster::Snapshot() const {
   return snapshot_;
 }
 
-Cluster::WaitId Cluster::Place(std::int64_t prompt_tokens, PlaceHandler done) {
+Cluster::WaitId Cluster::NewWait() { return WaitId{next_wait_++}; }
+
+void Cluster::Place(WaitId id, std::int64_t prompt_tokens, PlaceHandler done) {
   absl::StatusOr<GroupLease> result;
-  WaitId id{};
   {
     MutexLock lock(mutex_);
-    id = WaitId{next_wait_++};
     result = TryPlace(prompt_tokens);
     if (absl::IsUnavailable(result.status()) && !stopping_) {
       if (static_cast<std::int64_t>(waiting_.size()) < options_.max_waiting) {
         waiting_.push_back(
             {id, prompt_tokens, Clock::now() + options_.queue_timeout, std::move(done)});
-        return id;
+        return;
       }
       result =
           WithReason(absl::ResourceExhaustedError(fmt::format(
@@ -64,7 +64,6 @@ Cluster::WaitId Cluster::Place(std::int64_t prompt_tokens, PlaceHandler done) {
     }
   }
   done(std::move(result));
-  return id;
 }
 
 bool Cluster::CancelPlace(WaitId id) {

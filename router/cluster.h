@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -42,13 +43,17 @@ class Cluster {
 
   std::shared_ptr<const ClusterSnapshot> Snapshot() const;
 
+  // A name for one Place(), so that it can be cancelled while it is still on its way into the
+  // queue.
+  WaitId NewWait();
   // Chooses a group for a prompt and calls `done` once, here or later on another thread:
   // INVALID_ARGUMENT  the prompt is too long for every ready group;
   // UNAVAILABLE       no group became ready within queue_timeout;
   // RESOURCE_EXHAUSTED  max_waiting requests wait already.
-  WaitId Place(std::int64_t prompt_tokens, PlaceHandler done);
+  void Place(WaitId id, std::int64_t prompt_tokens, PlaceHandler done);
 
-  // Forgets a request that waits. False when its handler has run or is about to.
+  // Forgets a request that waits. False when it does not yet wait, and when its handler has run or
+  // is about to.
   bool CancelPlace(WaitId id);
 
  private:
@@ -76,10 +81,10 @@ class Cluster {
   mutable Mutex mutex_;
   CondVar wake_ticker_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::uint64_t next_wait_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<Waiter> waiting_ ABSL_GUARDED_BY(mutex_);  // oldest first: deadlines grow
   std::shared_ptr<const ClusterSnapshot> snapshot_ ABSL_GUARDED_BY(mutex_);
 
+  std::atomic<std::uint64_t> next_wait_{0};
   std::thread ticker_;
 };
 

@@ -16,8 +16,9 @@ struct GroupSnapshot {
   std::string state;  // for people: "ready", "loading", "unreachable: ..."
   // Grows with every loss of the group: calls of an older epoch are over.
   std::uint64_t epoch = 0;
-  v1::GroupInfo info;               // what the leader last said; empty when it never did
-  std::int32_t vocab_size = 0;      // 0 when the leader never said
+  v1::GroupInfo info;           // what the leader last said; empty when it never did
+  std::int32_t vocab_size = 0;  // 0 when the leader never said
+  std::vector<std::int32_t> eos_token_ids;
   std::int64_t other_requests = 0;  // there, when it was last heard of, from other routers
 };
 

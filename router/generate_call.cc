@@ -1,10 +1,12 @@
 #include "router/generate_call.h"
 
+#include <algorithm>
 #include <random>
 #include <utility>
 
 #include "fmt/format.h"
-#include "server/error_reason.h"
+#include "router/text/bad_words.h"
+#include "server/base/status_macros.h"
 
 namespace weft {
 namespace {
@@ -14,28 +16,63 @@ std::uint64_t DrawUint64() {
   return std::uniform_int_distribution<std::uint64_t>()(device);
 }
 
+// What piles up before a slow reader. What belongs to the prompt comes once and is as long as the
+// client asked for.
 std::int64_t ResponseBytes(const v1::GenerateResponse& response) {
   constexpr std::int64_t kFixedBytes = 32;
   constexpr std::int64_t kBytesPerId = sizeof(std::int32_t);
-  return kFixedBytes + static_cast<std::int64_t>(response.text().size()) +
-         kBytesPerId * (response.token_ids_size() + response.prompt_token_ids_size());
+  constexpr std::int64_t kBytesPerLogprob = 32;
+  std::int64_t bytes = kFixedBytes + static_cast<std::int64_t>(response.text().size()) +
+                       kBytesPerId * response.token_ids_size();
+  if (response.logprobs_size() > 0) {  // every position has as many
+    bytes += kBytesPerLogprob * response.logprobs_size() * (1 + response.logprobs(0).top_size());
+  }
+  return bytes;
 }
 
 bool MergeResponses(v1::GenerateResponse& into, v1::GenerateResponse& next) {
-  into.mutable_token_ids()->MergeFrom(next.token_ids());
-  into.mutable_prompt_token_ids()->MergeFrom(next.prompt_token_ids());
-  into.mutable_text()->append(next.text());
-  *into.mutable_usage() = next.usage();
-  into.set_finish_reason(next.finish_reason());
+  if (into.index() != next.index()) return false;
+  std::string text;
+  text.swap(*into.mutable_text());
+  text += next.text();
+  next.clear_text();
+  into.MergeFrom(next);  // lists grow, what else is set in `next` replaces
+  into.mutable_text()->swap(text);
   return true;
+}
+
+absl::Status WithField(const absl::Status& status, std::string_view field) {
+  return absl::Status(status.code(), fmt::format("{}: {}", field, std::string(status.message())));
 }
 
 }  // namespace
 
 StreamWriterOptions<v1::GenerateResponse> ResponseStreamOptions(const GenerateContext& context) {
-  return {.max_bytes = context.max_stream_buffer_bytes,
+  // The messages of one sample merge into one, so that at most one of each waits.
+  return {.max_messages = static_cast<std::size_t>(std::max<std::int64_t>(1, context.limits.max_n)),
+          .max_bytes = context.max_stream_buffer_bytes,
           .size_bytes = ResponseBytes,
           .merge = MergeResponses};
+}
+
+absl::StatusOr<std::vector<std::int32_t>> EncodeText(const GenerateContext& context,
+                                                     const std::string& text) {
+  return context.tokenizer->Encode(text, /*add_special_tokens=*/false);
+}
+
+absl::StatusOr<std::vector<std::int32_t>> EncodeChat(const GenerateContext& context,
+                                                     const v1::Chat& chat) {
+  if (context.chat_template == nullptr) {
+    return absl::InvalidArgumentError(
+        "the model has no chat template; set text or token_ids instead of chat");
+  }
+  std::vector<ChatTurn> turns;
+  for (const v1::ChatMessage& message : chat.messages()) {
+    constexpr const char* kRoles[] = {"", "system", "user", "assistant"};
+    turns.push_back({.role = kRoles[message.role()], .content = message.content()});
+  }
+  ASSIGN_OR_RETURN(const std::string text, context.chat_template->Render(turns));
+  return EncodeText(context, text);
 }
 
 GenerateCall::GenerateCall(const GenerateContext& context, v1::GenerateRequest request,
@@ -51,134 +88,172 @@ void GenerateCall::Start(std::shared_ptr<Writer> writer) {
   if (request_.request_id().empty()) {
     request_.set_request_id(fmt::format("{:016x}{:016x}", DrawUint64(), DrawUint64()));
   }
+  if (absl::Status status = context_.registry->Add(request_.request_id(), weak_from_this());
+      !status.ok()) {
+    writer_->Finish(std::move(status));
+    return;
+  }
   if (!request_.sampling().has_seed()) request_.mutable_sampling()->set_seed(DrawUint64());
-  if (context_.tokenizer != nullptr) detokenizer_.emplace(*context_.tokenizer);
-
   if (request_.has_token_ids()) {
     prompt_.assign(request_.token_ids().ids().begin(), request_.token_ids().ids().end());
     request_.clear_token_ids();
-    Place();
-    return;
+    if (request_.sampling().bad_words().empty() && request_.resume().ids().empty()) {
+      StartSamples();
+      return;
+    }
   }
   absl::Status accepted = context_.text_pool->Submit([self = shared_from_this()] {
     if (absl::Status status = self->Tokenize(); !status.ok()) {
-      self->writer_->Finish(std::move(status));
+      self->End(std::move(status));
     } else {
-      self->Place();
+      self->StartSamples();
     }
   });
-  if (!accepted.ok()) writer_->Finish(std::move(accepted));
+  if (!accepted.ok()) End(std::move(accepted));
 }
 
 absl::Status GenerateCall::Tokenize() {
   {
     MutexLock lock(mutex_);
-    if (client_gone_) return absl::CancelledError("cancelled by the client");
+    if (ended_ || aborted_) return absl::OkStatus();
   }
-  absl::StatusOr<std::vector<std::int32_t>> ids =
-      context_.tokenizer->Encode(request_.text(), /*add_special_tokens=*/false);
-  if (!ids.ok()) return ids.status();
-  prompt_ = *std::move(ids);
-  request_.clear_text();
+  if (request_.has_text()) {
+    ASSIGN_OR_RETURN(prompt_, EncodeText(context_, request_.text()));
+  } else if (request_.has_chat()) {
+    ASSIGN_OR_RETURN(prompt_, EncodeChat(context_, request_.chat()));
+  }
+  request_.clear_prompt();
+  v1::SamplingParams& sampling = *request_.mutable_sampling();
+  for (int i = 0; i < sampling.bad_words_size(); ++i) {
+    auto sequences = BadWordTokens(*context_.tokenizer, sampling.bad_words(i));
+    if (!sequences.ok()) return WithField(sequences.status(), fmt::format("bad_words[{}]", i));
+    for (const std::vector<std::int32_t>& ids : *sequences) {
+      sampling.add_bad_words_token_ids()->mutable_ids()->Add(ids.begin(), ids.end());
+    }
+  }
+  sampling.clear_bad_words();
   return absl::OkStatus();
 }
 
-void GenerateCall::Place() {
-  const Cluster::WaitId wait =
-      context_.cluster->Place(static_cast<std::int64_t>(prompt_.size()),
-                              [self = shared_from_this()](absl::StatusOr<GroupLease> lease) {
-                                self->OnPlaced(std::move(lease));
-                              });
-  bool client_gone = false;
-  {
-    MutexLock lock(mutex_);
-    wait_ = wait;
-    client_gone = client_gone_;
+void GenerateCall::MakeSamples() {
+  const v1::SamplingParams& sampling = request_.sampling();
+  const auto prompt_tokens = static_cast<std::int32_t>(prompt_.size());
+  const SampleCall::Options options = {
+      .cluster = context_.cluster,
+      .max_attempts = context_.max_attempts,
+      .prompt_tokens = prompt_tokens + request_.resume().ids_size(),
+      .deadline = deadline_};
+  for (std::int32_t i = 0; i < std::max(1, sampling.n()); ++i) {
+    samples_.push_back(std::make_unique<SampleCall>(
+        *this, i, options, SampleOutput(context_.tokenizer, sampling, i, prompt_tokens)));
   }
-  if (client_gone) context_.cluster->CancelPlace(wait);
 }
 
-void GenerateCall::OnPlaced(absl::StatusOr<GroupLease> lease) {
-  absl::Status status = lease.status();
-  if (status.ok()) {
-    status =
-        ValidateTokens(prompt_, request_.sampling().stop_token_ids(), lease->snapshot().vocab_size);
-  }
-  if (!status.ok()) {
-    writer_->Finish(std::move(status));
+void GenerateCall::StartSamples() {
+  MakeSamples();
+  if (v1::GenerateResponse message;
+      samples_[0]->output().Resume(request_.resume().ids(), message)) {
+    OnSampleMessage(std::move(message));
+    End(absl::OkStatus());
     return;
   }
-  auto call =
-      std::make_shared<WorkerCall>(*std::move(lease), MakeWorkerRequest(), shared_from_this());
+  bool aborted = false;
   {
     MutexLock lock(mutex_);
-    if (client_gone_) return;
-    worker_call_ = call;
+    if (ended_) return;
+    started_ = true;
+    num_running_ = static_cast<std::int32_t>(samples_.size());
+    aborted = aborted_;
   }
-  call->Start(deadline_);
+  if (aborted) CancelSamples();  // they end as soon as they start
+  for (const auto& sample : samples_) {
+    sample->Start(std::shared_ptr<SampleCall>(shared_from_this(), sample.get()));
+  }
 }
 
-v1::WorkerGenerateRequest GenerateCall::MakeWorkerRequest() const {
+absl::StatusOr<v1::WorkerGenerateRequest> GenerateCall::MakeWorkerRequest(
+    std::int32_t index, std::int32_t vocab_size) const {
+  RETURN_IF_ERROR(
+      ValidateTokens(prompt_, request_.resume().ids(), request_.sampling(), vocab_size));
   v1::WorkerGenerateRequest request;
-  request.set_request_id(request_.request_id());
+  // Each sample is a request of its own there.
+  request.set_request_id(samples_.size() == 1 ? request_.request_id()
+                                              : fmt::format("{}/{}", request_.request_id(), index));
   request.mutable_prompt_token_ids()->Add(prompt_.begin(), prompt_.end());
-  *request.mutable_sampling() = request_.sampling();
-  request.set_attempt(attempt_);
+  *request.mutable_resume_token_ids() = request_.resume().ids();
+  request.set_priority(request_.priority());
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  sampling = request_.sampling();
+  sampling.set_seed(sampling.seed() + static_cast<std::uint64_t>(index));
+  // The client has those of the prompt once it has any message.
+  if (index > 0 || request_.resume_seq() > 0) sampling.clear_prompt_logprobs();
+  sampling.clear_n();
+  sampling.clear_stop();
+  sampling.clear_include_stop_str_in_output();
+  sampling.clear_skip_special_tokens();
   return request;
 }
 
-void GenerateCall::OnWorkerMessage(const v1::WorkerGenerateResponse& response) {
-  v1::GenerateResponse message;
+void GenerateCall::OnSampleMessage(v1::GenerateResponse message) {
   message.set_request_id(request_.request_id());
-  *message.mutable_token_ids() = response.token_ids();
-  message.set_finish_reason(response.finish_reason());
-  if (!started_stream_) message.mutable_prompt_token_ids()->Add(prompt_.begin(), prompt_.end());
-  started_stream_ = true;
-  finished_ = response.finish_reason() != v1::FINISH_REASON_UNSPECIFIED;
-
-  if (detokenizer_) {
-    message.set_text(detokenizer_->Append(response.token_ids()));
-    if (finished_) message.mutable_text()->append(detokenizer_->Finish());
+  bool open = false;
+  {
+    MutexLock lock(write_mutex_);
+    if (!std::exchange(wrote_first_, true) && request_.resume_seq() == 0) {
+      message.mutable_prompt_token_ids()->Add(prompt_.begin(), prompt_.end());
+    }
+    open = writer_->Write(std::move(message));
   }
-  completion_tokens_ += response.token_ids_size();
-  message.mutable_usage()->set_prompt_tokens(static_cast<std::int32_t>(prompt_.size()));
-  message.mutable_usage()->set_completion_tokens(completion_tokens_);
-  writer_->Write(std::move(message));
+  if (!open) End(absl::CancelledError("the client does not read"));
 }
 
-void GenerateCall::OnWorkerEnd(absl::Status status) {
-  bool client_gone = false;
+void GenerateCall::OnSampleEnd(std::int32_t index, absl::Status status) {
+  bool aborted = false;
   {
     MutexLock lock(mutex_);
-    worker_call_ = nullptr;
-    client_gone = client_gone_;
+    if (ended_) return;
+    aborted = aborted_;
   }
-  const std::string reason = ReasonOf(status);
-  const bool refused = reason == kReasonNotReady || reason == kReasonDraining;
-  if (refused && !client_gone && !started_stream_ && ++attempt_ < context_.max_attempts) {
-    Place();
-    return;
-  }
-  // Who has been told how it finished does not care how the leader's stream ended.
-  if (finished_) {
+  if (SampleOutput& output = samples_[index]->output(); aborted && !output.finished()) {
+    v1::GenerateResponse message;
+    output.Abort(message);
+    OnSampleMessage(std::move(message));
     status = absl::OkStatus();
-  } else if (status.ok()) {
-    status = absl::InternalError("the leader ended the stream without a finish reason");
   }
-  writer_->Finish(std::move(status));
-}
-
-void GenerateCall::OnClientGone() {
-  std::optional<Cluster::WaitId> wait;
-  std::shared_ptr<WorkerCall> worker_call;
+  bool last = false;
   {
     MutexLock lock(mutex_);
-    client_gone_ = true;
-    wait = wait_;
-    worker_call = worker_call_;
+    last = --num_running_ == 0;
   }
-  if (wait) context_.cluster->CancelPlace(*wait);
-  if (worker_call != nullptr) worker_call->Cancel();
+  if (!status.ok() || last) End(std::move(status));
+}
+
+void GenerateCall::Abort() {
+  bool started = false;
+  {
+    MutexLock lock(mutex_);
+    if (ended_ || aborted_) return;
+    aborted_ = true;
+    started = started_;
+  }
+  if (started) CancelSamples();
+}
+
+void GenerateCall::End(absl::Status status) {
+  bool started = false;
+  {
+    MutexLock lock(mutex_);
+    if (std::exchange(ended_, true)) return;
+    started = started_;
+  }
+  // Before the client learns of it: it may send the id again at once.
+  context_.registry->Remove(request_.request_id());
+  writer_->Finish(std::move(status));
+  if (started) CancelSamples();
+}
+
+void GenerateCall::CancelSamples() {
+  for (const auto& sample : samples_) sample->Cancel();
 }
 
 }  // namespace weft

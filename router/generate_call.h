@@ -3,16 +3,16 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "router/cluster.h"
-#include "router/text/detokenizer.h"
+#include "router/request_registry.h"
+#include "router/sample_call.h"
+#include "router/text/chat_template.h"
 #include "router/text/tokenizer.h"
 #include "router/text_pool.h"
 #include "router/validate.h"
-#include "router/worker_call.h"
 #include "server/stream_writer.h"
 #include "weft/v1/inference.pb.h"
 
@@ -25,13 +25,17 @@ struct GenerateContext {
   std::uint32_t max_attempts = 3;  // how often a request is placed that no group has taken yet
   std::int64_t max_stream_buffer_bytes = std::int64_t{1} << 20;
   const Tokenizer* tokenizer = nullptr;  // null with --skip-tokenizer-init: no text, in or out
+  const ChatTemplate* chat_template = nullptr;  // null when the model has none
   TextPool* text_pool = nullptr;
   Cluster* cluster = nullptr;
+  RequestRegistry* registry = nullptr;
 };
 
-// One request on its way: validate, tokenize, place, stream from the leader, detokenize. Whoever
-// has to call it next (pool, cluster, WorkerCall) holds it.
-class GenerateCall final : public WorkerCall::Handler,
+// One request on its way: validate, tokenize, then one SampleCall for each of its samples, whose
+// messages share one stream. One sample that fails, fails the call.
+//
+// Whoever has to call it next (pool, cluster, WorkerCall) holds it.
+class GenerateCall final : public SampleCall::Owner,
                            public std::enable_shared_from_this<GenerateCall> {
  public:
   using Writer = StreamWriter<v1::GenerateResponse>;
@@ -42,39 +46,50 @@ class GenerateCall final : public WorkerCall::Handler,
   // Once. The outcome, errors included, goes to `writer`.
   void Start(std::shared_ptr<Writer> writer);
 
-  // The client has gone or given up: for StreamWriterOptions::on_cancel. Any thread, any time after
-  // Start().
-  void OnClientGone();
+  // These two: any thread, any time after Start() was called.
+  // Ends the samples that are not finished with FINISH_REASON_ABORTED.
+  void Abort();
+  // Ends the call at once, unless it has ended: the client learns `status` after what was written,
+  // and the request id is free.
+  void End(absl::Status status);
 
  private:
-  void OnWorkerMessage(const v1::WorkerGenerateResponse& response) override;
-  void OnWorkerEnd(absl::Status status) override;
+  absl::StatusOr<v1::WorkerGenerateRequest> MakeWorkerRequest(
+      std::int32_t index, std::int32_t vocab_size) const override;
+  void OnSampleMessage(v1::GenerateResponse message) override;
+  void OnSampleEnd(std::int32_t index, absl::Status status) override;
 
+  // Text to token ids, of the prompt and of bad words.
   absl::Status Tokenize();
-  void Place();
-  void OnPlaced(absl::StatusOr<GroupLease> lease);
-  v1::WorkerGenerateRequest MakeWorkerRequest() const;
+  void StartSamples();
+  void MakeSamples();
+  void CancelSamples();
 
   const GenerateContext& context_;
-  v1::GenerateRequest request_;  // request id and seed are drawn, text and token ids moved out
+  // Until the samples start: request id and seed are drawn, text becomes token ids in prompt_.
+  v1::GenerateRequest request_;
   const std::chrono::system_clock::time_point deadline_;
   std::shared_ptr<Writer> writer_;
-
-  // Each stage is over before the next one starts, so that these need no lock.
   std::vector<std::int32_t> prompt_;
-  std::optional<Detokenizer> detokenizer_;
-  std::uint32_t attempt_ = 0;
-  std::int32_t completion_tokens_ = 0;
-  bool started_stream_ = false;  // a message has gone out
-  bool finished_ = false;        // the leader gave a finish reason
+  std::vector<std::unique_ptr<SampleCall>> samples_;
+
+  Mutex write_mutex_;  // the first message of all samples has the prompt
+  bool wrote_first_ ABSL_GUARDED_BY(write_mutex_) = false;
 
   Mutex mutex_;
-  bool client_gone_ ABSL_GUARDED_BY(mutex_) = false;
-  std::optional<Cluster::WaitId> wait_ ABSL_GUARDED_BY(mutex_);
-  std::shared_ptr<WorkerCall> worker_call_ ABSL_GUARDED_BY(mutex_);
+  bool aborted_ ABSL_GUARDED_BY(mutex_) = false;
+  bool started_ ABSL_GUARDED_BY(mutex_) = false;  // samples_ is there, and does not change
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;    // what comes now is dropped
+  std::int32_t num_running_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 // How waiting responses are bounded and merged; on_cancel is left to the caller.
 StreamWriterOptions<v1::GenerateResponse> ResponseStreamOptions(const GenerateContext& context);
+
+// The token ids of a prompt: of text as it stands, of a chat rendered with the model's template.
+absl::StatusOr<std::vector<std::int32_t>> EncodeText(const GenerateContext& context,
+                                                     const std::string& text);
+absl::StatusOr<std::vector<std::int32_t>> EncodeChat(const GenerateContext& context,
+                                                     const v1::Chat& chat);
 
 }  // namespace weft

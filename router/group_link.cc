@@ -8,7 +8,6 @@
 #include "grpcpp/grpcpp.h"
 #include "server/base/check.h"
 #include "server/base/log.h"
-#include "server/grpc_server.h"
 #include "server/grpc_status.h"
 
 namespace weft {
@@ -49,7 +48,7 @@ GroupLink::GroupLink(std::string address, const GroupLinkOptions& options,
     : address_(std::move(address)),
       options_(options),
       on_change_(std::move(on_change)),
-      stub_(v1::Worker::NewStub(NewGrpcChannel(address_))),
+      stub_(v1::Worker::NewStub(NewGrpcChannel(address_, options.transport))),
       backoff_(options.min_backoff) {
   GroupSnapshot first;
   first.state = "connecting";
@@ -144,6 +143,7 @@ void GroupLink::OnState(v1::GroupState state) {
     next.ready = next.info.ready();
     next.state = next.info.state();
     next.vocab_size = state.vocab_size();
+    next.eos_token_ids.assign(state.eos_token_ids().begin(), state.eos_token_ids().end());
     next.other_requests =
         std::max<std::int64_t>(0, std::int64_t{next.info.num_requests_running()} +
                                       next.info.num_requests_waiting() - in_flight_);

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "router/cluster_snapshot.h"
 #include "server/base/mutex.h"
+#include "server/grpc_server.h"
 #include "weft/v1/worker.grpc.pb.h"
 
 namespace weft {
@@ -21,6 +22,7 @@ struct GroupLinkOptions {
   std::chrono::milliseconds heartbeat_timeout{3000};
   std::chrono::milliseconds min_backoff{100};
   std::chrono::milliseconds max_backoff{1000};
+  GrpcTransportOptions transport;
 };
 
 // The router's end of one group: the channel to its leader, the WatchState stream that is opened

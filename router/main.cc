@@ -8,7 +8,9 @@
 
 #include "fmt/format.h"
 #include "router/cluster.h"
+#include "router/request_registry.h"
 #include "router/router_service.h"
+#include "router/text/chat_template.h"
 #include "router/text/tokenizer.h"
 #include "router/text_pool.h"
 #include "server/base/log.h"
@@ -25,6 +27,8 @@ namespace {
 
 // How late health checks may learn that the first group came or the last one went.
 constexpr absl::Duration kReadinessInterval = absl::Milliseconds(20);
+// For what is not Generate, once those have ended.
+constexpr absl::Duration kLastCalls = absl::Seconds(1);
 
 struct Flags : CommonFlags, RouterFlags {
   std::vector<std::string> groups;
@@ -40,9 +44,60 @@ absl::StatusOr<std::unique_ptr<Tokenizer>> LoadTokenizer(const Flags& flags) {
   return Tokenizer::Load(flags.model + "/tokenizer.json");
 }
 
+// Null when the model has none, or none that can be used: text and token ids still work.
+absl::StatusOr<std::unique_ptr<ChatTemplate>> LoadChatTemplate(const Flags& flags) {
+  if (flags.skip_tokenizer_init) return nullptr;
+  absl::StatusOr<std::unique_ptr<ChatTemplate>> loaded = ChatTemplate::Load(flags.model);
+  if (loaded.ok()) return loaded;
+  spdlog::warn("no chat prompts: {}", std::string(loaded.status().message()));
+  return nullptr;
+}
+
 // Infinite becomes a year: deadlines have to stay in the clock's range.
 std::chrono::milliseconds ToChrono(absl::Duration duration) {
   return absl::ToChronoMilliseconds(std::min(duration, absl::Hours(24 * 365)));
+}
+
+RequestLimits LimitsOf(const Flags& flags) {
+  return {.served_model_name = flags.ServedModelName(),
+          .text = !flags.skip_tokenizer_init,
+          .max_prompt_bytes = flags.max_prompt_bytes,
+          .max_chat_messages = flags.max_chat_messages,
+          .max_n = flags.max_n,
+          .max_stop_strings = flags.max_stop_strings,
+          .max_stop_string_bytes = flags.max_stop_string_bytes,
+          .max_stop_token_ids = flags.max_stop_token_ids,
+          .max_bad_words = flags.max_bad_words,
+          .max_bad_word_tokens = flags.max_bad_word_tokens,
+          .max_logit_bias = flags.max_logit_bias,
+          .max_logprobs = flags.max_logprobs,
+          .max_detokenize_tokens = flags.max_detokenize_tokens};
+}
+
+GrpcTransportOptions TransportOf(const Flags& flags) {
+  return {.max_message_bytes = flags.max_message_bytes,
+          .keepalive_interval = flags.keepalive_interval,
+          .keepalive_timeout = flags.keepalive_timeout};
+}
+
+ClusterOptions ClusterOptionsOf(const Flags& flags) {
+  return {.addresses = flags.groups,
+          .link = {.heartbeat_timeout = ToChrono(flags.heartbeat_timeout),
+                   .min_backoff = ToChrono(flags.min_reconnect_backoff),
+                   .max_backoff = ToChrono(flags.max_reconnect_backoff),
+                   .transport = TransportOf(flags)},
+          .max_waiting = flags.max_queued_requests,
+          .queue_timeout = ToChrono(flags.queue_timeout)};
+}
+
+GrpcServerOptions ServerOptionsOf(const Flags& flags) {
+  return {.listen_addresses = flags.ListenAddresses(),
+          .transport = TransportOf(flags),
+          .min_ping_interval = flags.min_ping_interval,
+          .max_connection_age = flags.max_connection_age,
+          .max_connection_age_grace = flags.max_connection_age_grace,
+          .max_concurrent_streams = flags.max_concurrent_streams,
+          .memory_quota_bytes = flags.memory_quota_bytes};
 }
 
 absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink& link) {
@@ -51,22 +106,21 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   }
   ASSIGN_OR_RETURN(const std::unique_ptr<Tokenizer> tokenizer, LoadTokenizer(flags));
 
-  GenerateContext context = {.limits = {.served_model_name = flags.ServedModelName(),
-                                        .text_prompts = tokenizer != nullptr,
-                                        .max_prompt_bytes = flags.max_prompt_bytes,
-                                        .max_stop_token_ids = flags.max_stop_token_ids},
+  ASSIGN_OR_RETURN(const std::unique_ptr<ChatTemplate> chat_template, LoadChatTemplate(flags));
+  GenerateContext context = {.limits = LimitsOf(flags),
                              .max_attempts = static_cast<std::uint32_t>(flags.max_attempts),
                              .max_stream_buffer_bytes = flags.max_stream_buffer_bytes,
-                             .tokenizer = tokenizer.get()};
-  Cluster cluster({.addresses = flags.groups,
-                   .max_waiting = flags.max_queued_requests,
-                   .queue_timeout = ToChrono(flags.queue_timeout)});
+                             .tokenizer = tokenizer.get(),
+                             .chat_template = chat_template.get()};
+  RequestRegistry registry(flags.max_requests);
+  Cluster cluster(ClusterOptionsOf(flags));
   TextPool text_pool(flags.tokenizer_threads, static_cast<std::size_t>(flags.max_queued_requests));
+  context.registry = &registry;
   context.cluster = &cluster;
   context.text_pool = &text_pool;
   RouterService service(context);
   ASSIGN_OR_RETURN(const std::unique_ptr<GrpcServer> server,
-                   GrpcServer::Start({.listen_addresses = flags.ListenAddresses()}, {&service}));
+                   GrpcServer::Start(ServerOptionsOf(flags), {&service}));
   server->SetServing(v1::Inference::service_full_name(), false);
   spdlog::info("listening on {}", fmt::join(server->addresses(), ", "));
 
@@ -81,7 +135,9 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
     reported |= ready;
   } while (signals.Wait(kReadinessInterval) == 0);
   spdlog::info("stopping: requests in flight have {}", absl::FormatDuration(flags.drain_timeout));
-  server->Shutdown(flags.drain_timeout);
+  server->SetServing(v1::Inference::service_full_name(), false);
+  service.Drain(flags.drain_timeout);
+  server->Shutdown(kLastCalls);
   return absl::OkStatus();
 }
 

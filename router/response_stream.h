@@ -7,6 +7,7 @@
 #include "grpcpp/impl/codegen/proto_utils.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/server_callback.h"
+#include "router/request_registry.h"
 #include "server/grpc_status.h"
 #include "server/stream_writer.h"
 #include "weft/v1/inference.pb.h"
@@ -22,9 +23,15 @@ class ResponseStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
  public:
   using Writer = StreamWriter<v1::GenerateResponse>;
 
-  explicit ResponseStream(StreamWriterOptions<v1::GenerateResponse> options)
-      : writer_(std::make_shared<Writer>(static_cast<StreamSink<v1::GenerateResponse>&>(*this),
-                                         std::move(options))) {}
+  // The first message gets `first_seq`. `registry` outlives the server.
+  ResponseStream(RequestRegistry& registry, std::uint64_t first_seq,
+                 StreamWriterOptions<v1::GenerateResponse> options)
+      : registry_(registry),
+        next_seq_(first_seq),
+        writer_(std::make_shared<Writer>(static_cast<StreamSink<v1::GenerateResponse>&>(*this),
+                                         std::move(options))) {
+    registry_.OpenStream();
+  }
 
   // Take it before the reactor is returned to gRPC.
   std::shared_ptr<Writer> writer() const { return writer_; }
@@ -49,11 +56,13 @@ class ResponseStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
   void OnCancel() override { writer()->OnCancel(); }
   void OnDone() override {
     writer_->OnDone();
+    registry_.CloseStream();
     delete this;
   }
 
+  RequestRegistry& registry_;
+  std::uint64_t next_seq_;
   const std::shared_ptr<Writer> writer_;
-  std::uint64_t next_seq_ = 0;
   v1::GenerateResponse numbered_;
   grpc::ByteBuffer buffer_;
 };

@@ -1,47 +1,171 @@
 #include "router/router_service.h"
 
+#include <algorithm>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
 
-#include "grpcpp/impl/codegen/proto_utils.h"
+#include "absl/time/clock.h"
+#include "fmt/format.h"
 #include "router/response_stream.h"
+#include "router/text/detokenizer.h"
+#include "router/unary_call.h"
+#include "server/base/status_macros.h"
+#include "server/error_reason.h"
 #include "server/version.h"
 
 namespace weft {
+namespace {
+
+// How long the last statuses have to be read before the server closes its connections: a client
+// that writes into a closed one (a window update, a ping) may lose what it has not read yet.
+constexpr absl::Duration kLinger = absl::Milliseconds(250);
+// For the last statuses to go out once all requests are ended.
+constexpr auto kLastStatuses = std::chrono::seconds(1);
+
+absl::Status DoTokenize(const GenerateContext& context, const v1::TokenizeRequest& request,
+                        v1::TokenizeResponse& response) {
+  absl::StatusOr<std::vector<std::int32_t>> ids;
+  switch (request.prompt_case()) {
+    case v1::TokenizeRequest::kText:
+      RETURN_IF_ERROR(ValidateText(request.text(), context.limits));
+      ids = EncodeText(context, request.text());
+      break;
+    case v1::TokenizeRequest::kChat:
+      RETURN_IF_ERROR(ValidateChat(request.chat(), context.limits));
+      ids = EncodeChat(context, request.chat());
+      break;
+    case v1::TokenizeRequest::PROMPT_NOT_SET:
+      return absl::InvalidArgumentError("the request has nothing to tokenize; set text or chat");
+  }
+  if (!ids.ok()) return ids.status();
+  response.mutable_token_ids()->Add(ids->begin(), ids->end());
+  return absl::OkStatus();
+}
+
+absl::Status DoDetokenize(const GenerateContext& context, const v1::DetokenizeRequest& request,
+                          v1::DetokenizeResponse& response) {
+  if (context.tokenizer == nullptr) {
+    return absl::FailedPreconditionError("this router runs with --skip-tokenizer-init: no text");
+  }
+  if (request.token_ids_size() > context.limits.max_detokenize_tokens) {
+    return absl::InvalidArgumentError(
+        fmt::format("{} token_ids; at most {} are allowed (--max-detokenize-tokens)",
+                    request.token_ids_size(), context.limits.max_detokenize_tokens));
+  }
+  // A model's vocabulary may be padded: such ids have no text.
+  std::int32_t vocab_size = context.tokenizer->vocab_size();
+  for (const auto& group : context.cluster->Snapshot()->groups) {
+    vocab_size = std::max(vocab_size, group->vocab_size);
+  }
+  RETURN_IF_ERROR(ValidateTokenRange(request.token_ids(), vocab_size, "token_ids"));
+  const bool skip = !request.has_skip_special_tokens() || request.skip_special_tokens();
+  response.set_text(Detokenize(*context.tokenizer, request.token_ids(), skip));
+  return absl::OkStatus();
+}
+
+absl::Status DescribeModel(const GenerateContext& context, v1::GetModelInfoResponse& response) {
+  bool ready = false;
+  for (const auto& group : context.cluster->Snapshot()->groups) {
+    if (!group->ready) continue;
+    ready = true;
+    response.set_max_model_len(
+        std::max<std::int64_t>(response.max_model_len(), group->info.max_model_len()));
+    response.set_vocab_size(group->vocab_size);
+    response.mutable_eos_token_ids()->Assign(group->eos_token_ids.begin(),
+                                             group->eos_token_ids.end());
+  }
+  if (!ready) return WithReason(absl::UnavailableError("no group is ready"), kReasonNotReady);
+  response.set_model(context.limits.served_model_name);
+  response.set_text(context.tokenizer != nullptr);
+  response.set_chat(context.chat_template != nullptr);
+  response.set_max_logprobs(static_cast<std::int32_t>(context.limits.max_logprobs));
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+void RouterService::Drain(absl::Duration timeout) {
+  RequestRegistry& registry = *context_.registry;
+  registry.StartDrain();
+  const auto now = std::chrono::steady_clock::now;
+  const auto limit = absl::ToChronoMilliseconds(std::min(timeout, absl::Hours(24 * 365)));
+  if (!registry.WaitForNoStreams(now() + limit)) {
+    for (const auto& call : registry.All()) {
+      call->End(WithReason(absl::UnavailableError("this router stops; ask another one"),
+                           kReasonDraining));
+    }
+    registry.WaitForNoStreams(now() + kLastStatuses);
+  }
+  absl::SleepFor(kLinger);
+}
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* RouterService::Generate(
     grpc::CallbackServerContext* call, const grpc::ByteBuffer* request) {
   v1::GenerateRequest parsed;
-  grpc::ByteBuffer bytes(*request);  // shares the data; parsing consumes this handle
-  const bool valid =
-      grpc::GenericDeserialize<grpc::ProtoBufferReader, v1::GenerateRequest>(&bytes, &parsed).ok();
+  absl::Status status = ParseRequest(*request, parsed);
+  const std::uint64_t first_seq = parsed.resume_seq();
   auto generate = std::make_shared<GenerateCall>(context_, std::move(parsed), call->deadline());
 
   StreamWriterOptions<v1::GenerateResponse> options = ResponseStreamOptions(context_);
   options.on_cancel = [weak = std::weak_ptr<GenerateCall>(generate)] {
-    if (const auto alive = weak.lock()) alive->OnClientGone();
+    if (const auto alive = weak.lock()) alive->End(absl::CancelledError("cancelled by the client"));
   };
-  auto* stream = new ResponseStream(std::move(options));
-  if (valid) {
+  auto* stream = new ResponseStream(*context_.registry, first_seq, std::move(options));
+  if (status.ok()) {
     generate->Start(stream->writer());
   } else {
-    stream->writer()->Finish(absl::InvalidArgumentError(
-        "the request is not a weft.v1.GenerateRequest; its strings have to be UTF-8"));
+    stream->writer()->Finish(std::move(status));
   }
   return stream;
 }
 
-grpc::ServerUnaryReactor* RouterService::GetServerInfo(grpc::CallbackServerContext* call,
-                                                       const v1::GetServerInfoRequest* /*request*/,
-                                                       v1::GetServerInfoResponse* response) {
-  response->set_version(std::string(Version()));
-  for (const auto& group : context_.cluster->Snapshot()->groups) {
-    *response->add_groups() = group->info;
-  }
-  grpc::ServerUnaryReactor* reactor = call->DefaultReactor();
-  reactor->Finish(grpc::Status::OK);
-  return reactor;
+grpc::ServerUnaryReactor* RouterService::Abort(grpc::CallbackServerContext* /*call*/,
+                                               const grpc::ByteBuffer* request,
+                                               grpc::ByteBuffer* response) {
+  return UnaryCall<v1::AbortRequest, v1::AbortResponse>::Start(
+      *request, response, nullptr, [this](const v1::AbortRequest& abort, v1::AbortResponse&) {
+        if (const auto found = context_.registry->Find(abort.request_id())) found->Abort();
+        return absl::OkStatus();
+      });
+}
+
+grpc::ServerUnaryReactor* RouterService::Tokenize(grpc::CallbackServerContext* /*call*/,
+                                                  const grpc::ByteBuffer* request,
+                                                  grpc::ByteBuffer* response) {
+  return UnaryCall<v1::TokenizeRequest, v1::TokenizeResponse>::Start(
+      *request, response, context_.text_pool,
+      [this](const auto& in, auto& out) { return DoTokenize(context_, in, out); });
+}
+
+grpc::ServerUnaryReactor* RouterService::Detokenize(grpc::CallbackServerContext* /*call*/,
+                                                    const grpc::ByteBuffer* request,
+                                                    grpc::ByteBuffer* response) {
+  return UnaryCall<v1::DetokenizeRequest, v1::DetokenizeResponse>::Start(
+      *request, response, context_.text_pool,
+      [this](const auto& in, auto& out) { return DoDetokenize(context_, in, out); });
+}
+
+grpc::ServerUnaryReactor* RouterService::GetModelInfo(grpc::CallbackServerContext* /*call*/,
+                                                      const grpc::ByteBuffer* request,
+                                                      grpc::ByteBuffer* response) {
+  return UnaryCall<v1::GetModelInfoRequest, v1::GetModelInfoResponse>::Start(
+      *request, response, nullptr,
+      [this](const auto&, auto& out) { return DescribeModel(context_, out); });
+}
+
+grpc::ServerUnaryReactor* RouterService::GetServerInfo(grpc::CallbackServerContext* /*call*/,
+                                                       const grpc::ByteBuffer* request,
+                                                       grpc::ByteBuffer* response) {
+  return UnaryCall<v1::GetServerInfoRequest, v1::GetServerInfoResponse>::Start(
+      *request, response, nullptr, [this](const auto&, v1::GetServerInfoResponse& out) {
+        out.set_version(std::string(Version()));
+        for (const auto& group : context_.cluster->Snapshot()->groups) {
+          *out.add_groups() = group->info;
+        }
+        return absl::OkStatus();
+      });
 }
 
 }  // namespace weft

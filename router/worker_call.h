@@ -22,7 +22,8 @@ class WorkerCall : private grpc::ClientReadReactor<v1::WorkerGenerateResponse>,
   class Handler {
    public:
     virtual ~Handler() = default;
-    virtual void OnWorkerMessage(const v1::WorkerGenerateResponse& response) = 0;
+    // May move out of `response`.
+    virtual void OnWorkerMessage(v1::WorkerGenerateResponse& response) = 0;
     // OK after the leader's last message; UNAVAILABLE with RANK_LOST when the group or the
     // connection was lost, with NOT_READY when the request was never sent; CANCELLED after
     // Cancel(); else what the leader said.

@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -27,6 +28,7 @@ class FakeWorker {
     // False once the stream has ended.
     bool Send(absl::Span<const std::int32_t> ids,
               v1::FinishReason finish = v1::FINISH_REASON_UNSPECIFIED);
+    bool Send(v1::WorkerGenerateResponse response) { return writer_->Write(std::move(response)); }
     void End(absl::Status status = absl::OkStatus()) { writer_->Finish(std::move(status)); }
     // Returns once the router has cancelled or its deadline has passed.
     void WaitUntilCancelled();

@@ -1,0 +1,126 @@
+#include "router/sample_call.h"
+
+#include <string>
+#include <utility>
+
+#include "server/error_reason.h"
+
+namespace weft {
+namespace {
+
+absl::Status Cancelled() { return absl::CancelledError("cancelled"); }
+
+}  // namespace
+
+SampleCall::SampleCall(Owner& owner, std::int32_t index, const Options& options,
+                       SampleOutput output)
+    : owner_(owner), index_(index), options_(options), output_(std::move(output)) {}
+
+void SampleCall::Start(std::weak_ptr<SampleCall> self) {
+  self_ = std::move(self);
+  Place();
+}
+
+void SampleCall::Place() {
+  Cluster& cluster = *options_.cluster;
+  const Cluster::WaitId wait = cluster.NewWait();
+  bool cancelled = false;
+  {
+    MutexLock lock(mutex_);
+    wait_ = wait;
+    cancelled = cancelled_;
+  }
+  if (cancelled) {
+    End(Cancelled());
+    return;
+  }
+  cluster.Place(wait, options_.prompt_tokens,
+                [self = self_.lock()](absl::StatusOr<GroupLease> lease) {
+                  self->OnPlaced(std::move(lease));
+                });
+  // A Cancel() that came before the request was in the queue did not find it there.
+  {
+    MutexLock lock(mutex_);
+    cancelled = cancelled_;
+  }
+  if (cancelled && cluster.CancelPlace(wait)) End(Cancelled());
+}
+
+void SampleCall::OnPlaced(absl::StatusOr<GroupLease> lease) {
+  if (!lease.ok()) {
+    End(lease.status());
+    return;
+  }
+  absl::StatusOr<v1::WorkerGenerateRequest> request =
+      owner_.MakeWorkerRequest(index_, lease->snapshot().vocab_size);
+  if (!request.ok()) {
+    End(request.status());
+    return;
+  }
+  request->set_attempt(attempt_);
+  auto call = std::make_shared<WorkerCall>(*std::move(lease), *std::move(request), self_.lock());
+  bool cancelled = false;
+  {
+    MutexLock lock(mutex_);
+    cancelled = cancelled_;
+    if (!cancelled) worker_call_ = call;
+  }
+  if (cancelled) {
+    End(Cancelled());
+  } else {
+    call->Start(options_.deadline);
+  }
+}
+
+void SampleCall::OnWorkerMessage(v1::WorkerGenerateResponse& response) {
+  const bool last = response.finish_reason() != v1::FINISH_REASON_UNSPECIFIED;
+  v1::GenerateResponse message;
+  if (!output_.Read(response, message)) return;
+  started_stream_ = true;
+  owner_.OnSampleMessage(std::move(message));
+  if (!output_.finished() || last) return;
+  // A stop string: the leader does not know yet.
+  std::shared_ptr<WorkerCall> call;
+  {
+    MutexLock lock(mutex_);
+    call = worker_call_;
+  }
+  if (call != nullptr) call->Cancel();
+}
+
+void SampleCall::OnWorkerEnd(absl::Status status) {
+  bool cancelled = false;
+  {
+    MutexLock lock(mutex_);
+    worker_call_ = nullptr;
+    cancelled = cancelled_;
+  }
+  const std::string reason = ReasonOf(status);
+  const bool refused = reason == kReasonNotReady || reason == kReasonDraining;
+  if (refused && !cancelled && !started_stream_ && ++attempt_ < options_.max_attempts) {
+    Place();
+    return;
+  }
+  // Who has been told how it finished does not care how the leader's stream ended.
+  if (output_.finished()) {
+    status = absl::OkStatus();
+  } else if (status.ok()) {
+    status = absl::InternalError("the leader ended the stream without a finish reason");
+  }
+  End(std::move(status));
+}
+
+void SampleCall::Cancel() {
+  std::optional<Cluster::WaitId> wait;
+  std::shared_ptr<WorkerCall> worker_call;
+  {
+    MutexLock lock(mutex_);
+    cancelled_ = true;
+    wait = wait_;
+    worker_call = worker_call_;
+  }
+  if (wait && options_.cluster->CancelPlace(*wait)) End(Cancelled());
+  if (worker_call != nullptr) worker_call->Cancel();
+}
+
+}  // namespace weft

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "router/cluster.h"
+#include "router/sample_output.h"
+#include "router/worker_call.h"
+#include "server/base/mutex.h"
+#include "weft/v1/inference.pb.h"
+
+namespace weft {
+
+// One sample of a request on its way: place, stream from the leader, place again while no group
+// has taken it. Owned by its request; whoever has to call it next (cluster, WorkerCall) holds that.
+class SampleCall final : public WorkerCall::Handler {
+ public:
+  class Owner {
+   public:
+    virtual ~Owner() = default;
+    // INVALID_ARGUMENT when the request does not fit a vocabulary of so many ids.
+    virtual absl::StatusOr<v1::WorkerGenerateRequest> MakeWorkerRequest(
+        std::int32_t index, std::int32_t vocab_size) const = 0;
+    virtual void OnSampleMessage(v1::GenerateResponse message) = 0;
+    // Last, once. OK only when a message had a finish reason.
+    virtual void OnSampleEnd(std::int32_t index, absl::Status status) = 0;
+  };
+
+  struct Options {
+    Cluster* cluster = nullptr;
+    std::uint32_t max_attempts = 1;
+    std::int64_t prompt_tokens = 0;  // for placement: what the group has to hold
+    std::chrono::system_clock::time_point deadline;
+  };
+
+  SampleCall(Owner& owner, std::int32_t index, const Options& options, SampleOutput output);
+
+  // Once; `self` shares the owner's life. OnSampleEnd() may run inside.
+  void Start(std::weak_ptr<SampleCall> self);
+  // Any thread, any time, also before Start(). OnSampleEnd() follows, perhaps inside.
+  void Cancel();
+
+  // Before Start() and after OnSampleEnd().
+  SampleOutput& output() { return output_; }
+
+ private:
+  void OnWorkerMessage(v1::WorkerGenerateResponse& response) override;
+  void OnWorkerEnd(absl::Status status) override;
+
+  void Place();
+  void OnPlaced(absl::StatusOr<GroupLease> lease);
+  void End(absl::Status status) { owner_.OnSampleEnd(index_, std::move(status)); }
+
+  Owner& owner_;
+  const std::int32_t index_;
+  const Options options_;
+  std::weak_ptr<SampleCall> self_;
+
+  // Each stage is over before the next one starts, so that these need no lock.
+  SampleOutput output_;
+  std::uint32_t attempt_ = 0;
+  bool started_stream_ = false;  // a message has gone out
+
+  Mutex mutex_;
+  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+  std::optional<Cluster::WaitId> wait_ ABSL_GUARDED_BY(mutex_);  // the newest
+  std::shared_ptr<WorkerCall> worker_call_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace weft
