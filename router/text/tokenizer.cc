@@ -11,7 +11,6 @@
 #include <iterator>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "router/text/byte_level.h"
 #include "router/text/tokenizer_json.h"
@@ -105,19 +104,16 @@ struct Tokenizer::Impl {
   std::vector<std::int32_t> prefix;
   std::vector<std::int32_t> suffix;
   std::vector<Token> tokens;  // by id
-  absl::flat_hash_map<std::string, std::int32_t> added_ids;
 };
 
 absl::StatusOr<std::unique_ptr<const Tokenizer::Impl>> Tokenizer::Impl::Create(TokenizerSpec spec) {
   std::vector<AddedToken> raw;
   std::vector<AddedToken> normalized;
-  absl::flat_hash_map<std::string, std::int32_t> added_ids;
   for (AddedToken& token : spec.added_tokens) {
     if (token.normalized && spec.normalize_nfc) {
       ASSIGN_OR_RETURN(token.content, NormalizeNfc(token.content));
     }
     (token.normalized ? normalized : raw).push_back(token);
-    added_ids.emplace(DecodedBytes(token.content), token.id);
   }
   ASSIGN_OR_RETURN(AddedTokenMatcher raw_matcher, AddedTokenMatcher::Create(std::move(raw)));
   ASSIGN_OR_RETURN(AddedTokenMatcher normalized_matcher,
@@ -130,8 +126,7 @@ absl::StatusOr<std::unique_ptr<const Tokenizer::Impl>> Tokenizer::Impl::Create(T
                                               .normalize_nfc = spec.normalize_nfc,
                                               .prefix = std::move(spec.prefix),
                                               .suffix = std::move(spec.suffix),
-                                              .tokens = std::move(tokens),
-                                              .added_ids = std::move(added_ids)});
+                                              .tokens = std::move(tokens)});
 }
 
 Tokenizer::Tokenizer(std::unique_ptr<const Impl> impl) : impl_(std::move(impl)) {}
@@ -189,12 +184,6 @@ std::int32_t Tokenizer::vocab_size() const {
 std::optional<std::string_view> Tokenizer::TokenBytes(std::int32_t id) const {
   if (id < 0 || id >= vocab_size() || !impl_->tokens[id].exists) return std::nullopt;
   return impl_->tokens[id].bytes;
-}
-
-std::optional<std::int32_t> Tokenizer::FindToken(std::string_view bytes) const {
-  const auto added = impl_->added_ids.find(absl::string_view(bytes.data(), bytes.size()));
-  if (added != impl_->added_ids.end()) return added->second;
-  return impl_->bpe.Find(bytes);
 }
 
 bool Tokenizer::IsSpecial(std::int32_t id) const {

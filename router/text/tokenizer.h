@@ -44,9 +44,6 @@ class Tokenizer {
   // token. They need not be UTF-8: a character may be spread over several tokens.
   std::optional<std::string_view> TokenBytes(std::int32_t id) const;
 
-  // The token that decodes to `bytes`, added tokens first.
-  std::optional<std::int32_t> FindToken(std::string_view bytes) const;
-
   // Whether `id` is a special token, which detokenizing skips unless asked not to.
   bool IsSpecial(std::int32_t id) const;
 
