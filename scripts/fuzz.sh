@@ -9,7 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 seconds="${1:-60}"
 fuzzers=("${@:2}")
 if ((${#fuzzers[@]} == 0)); then
-  fuzzers=(safetensors_fuzzer model_config_fuzzer step_plan_fuzzer frame_fuzzer collective_fuzzer)
+  fuzzers=(safetensors_fuzzer model_config_fuzzer step_plan_fuzzer frame_fuzzer collective_fuzzer
+    tokenizer_fuzzer chat_template_fuzzer generate_request_fuzzer)
 fi
 
 build=build/fuzz

@@ -66,3 +66,60 @@ def collective(round_, operation, operation_bytes, payload, offset=0):
 for operation in range(5):
     message = pieces(collective(0, operation, 8, b"abcdefgh")) + b"\x01"
     seed("collective_fuzzer", f"operation{operation}", bytes([16 + operation]) + message)
+
+
+text_data = pathlib.Path(__file__).resolve().parent.parent / "router" / "text" / "data"
+for i, case in enumerate(json.loads((text_data / "jinja_features.json").read_text())["cases"]):
+    seed("chat_template_fuzzer", str(i), case["template"].encode())
+
+
+def token(i, content, special):
+    return {"id": i, "content": content, "single_word": False, "lstrip": True, "rstrip": False, "normalized": not special,
+            "special": special}
+
+
+byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+split = {"type": "Split", "pattern": {"Regex": r"\p{N}{1,3}|(?i:'s|'t)|\s+(?!\S)"}, "behavior": "Isolated", "invert": False}
+vocab = ["a", "b", "t", "h", "e", "\u0120", "ab", "th", "the", "\u0120the", "1", "2"]
+tokenizer = {
+    "version": "1.0", "added_tokens": [token(12, "<a>", True), token(13, "don", False)], "normalizer": {"type": "NFC"},
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Digits", "individual_digits": True}, split, byte_level]},
+    "post_processor": {"type": "TemplateProcessing", "single": [
+        {"SpecialToken": {"id": "<a>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [], "special_tokens": {"<a>": {"id": "<a>", "ids": [12], "tokens": ["<a>"]}}},
+    "decoder": {"type": "ByteLevel"},
+    "model": {"type": "BPE", "vocab": {v: i for i, v in enumerate(vocab)}, "unk_token": "a", "fuse_unk": True,
+              "ignore_merges": True, "merges": ["a b", ["t", "h"], "th e", "\u0120 the"]}}
+seed("tokenizer_fuzzer", "all", json.dumps(tokenizer).encode())
+seed("tokenizer_fuzzer", "plain", json.dumps(tokenizer | {
+    "added_tokens": [], "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None}).encode())
+
+
+def field(number, value):
+    """One field of a protobuf message: int, float, or bytes, text and messages."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value % 2**64)
+    if isinstance(value, float):
+        return varint(number << 3 | 5) + struct.pack("<f", value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def varint(value):
+    out = b""
+    while value > 127:
+        out, value = out + bytes([value & 127 | 128]), value >> 7
+    return out + bytes([value])
+
+
+sampling = b"".join([
+    field(1, 20), field(2, 0.5), field(3, 0.9), field(4, 5), field(5, 7), field(6, bytes([1, 2])), field(7, 1), field(8, 0.1),
+    field(9, 1.0), field(10, -1.0), field(11, 1.2), field(12, 3), field(13, field(1, 5) + field(2, 2.0)), field(14, bytes([3])),
+    field(15, field(1, bytes([4, 5]))), field(16, 2), field(17, 0), field(18, 2), field(19, b"STOP"), field(19, b"a b"),
+    field(20, 1), field(21, 0), field(22, b"bad")])
+text = "abc \u00e9\u20ac a ST STOP".encode()
+seed("generate_request_fuzzer", "all", field(1, b"id") + field(3, text) + field(5, sampling) + field(6, 2**64 - 1))
+seed("generate_request_fuzzer", "resume", field(3, text) + field(5, field(19, b"STO")) + field(7, field(1, bytes([97, 98]))) +
+     field(9, 3))
+seed("generate_request_fuzzer", "ids", field(4, field(1, bytes([1, 2, 3]))))
+seed("generate_request_fuzzer", "chat", field(8, field(1, field(1, 2) + field(2, b"hi"))))
