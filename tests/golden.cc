@@ -18,27 +18,6 @@ std::string ReadFile(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-// Not by way of Checkpoint: the reference must not depend on what it is a reference for.
-std::map<std::string, GoldenTensor> ReadTensors(const std::filesystem::path& path) {
-  const std::string bytes = ReadFile(path);
-  std::uint64_t header_size = 0;
-  std::memcpy(&header_size, bytes.data(), sizeof(header_size));
-  const std::string data = bytes.substr(8 + header_size);
-  std::map<std::string, GoldenTensor> tensors;
-  const auto header = nlohmann::json::parse(bytes.substr(8, header_size));
-  for (const auto& [name, entry] : header.items()) {
-    if (name == "__metadata__") continue;
-    if (entry.at("dtype") != "F32") throw std::runtime_error(name + " is not F32");
-    GoldenTensor& tensor = tensors[name];
-    tensor.shape = entry.at("shape").get<std::vector<std::int64_t>>();
-    const auto begin = entry.at("data_offsets").at(0).get<std::size_t>();
-    const auto end = entry.at("data_offsets").at(1).get<std::size_t>();
-    tensor.values.resize((end - begin) / sizeof(float));
-    std::memcpy(tensor.values.data(), data.substr(begin, end - begin).data(), end - begin);
-  }
-  return tensors;
-}
-
 }  // namespace
 
 const GoldenPrompt& Golden::Prompt(const std::string& name) const {
@@ -61,8 +40,28 @@ std::optional<std::filesystem::path> GoldenPath(std::string_view name) {
   return std::nullopt;
 }
 
+std::map<std::string, GoldenTensor> ReadGoldenTensors(const std::filesystem::path& path) {
+  const std::string bytes = ReadFile(path);
+  std::uint64_t header_size = 0;
+  std::memcpy(&header_size, bytes.data(), sizeof(header_size));
+  const std::string data = bytes.substr(8 + header_size);
+  std::map<std::string, GoldenTensor> tensors;
+  const auto header = nlohmann::json::parse(bytes.substr(8, header_size));
+  for (const auto& [name, entry] : header.items()) {
+    if (name == "__metadata__") continue;
+    if (entry.at("dtype") != "F32") throw std::runtime_error(name + " is not F32");
+    GoldenTensor& tensor = tensors[name];
+    tensor.shape = entry.at("shape").get<std::vector<std::int64_t>>();
+    const auto begin = entry.at("data_offsets").at(0).get<std::size_t>();
+    const auto end = entry.at("data_offsets").at(1).get<std::size_t>();
+    tensor.values.resize((end - begin) / sizeof(float));
+    std::memcpy(tensor.values.data(), data.substr(begin, end - begin).data(), end - begin);
+  }
+  return tensors;
+}
+
 Golden LoadGolden(const std::filesystem::path& dir) {
-  Golden golden{.tensors = ReadTensors(dir / "golden.safetensors")};
+  Golden golden{.tensors = ReadGoldenTensors(dir / "golden.safetensors")};
   const auto json = nlohmann::json::parse(ReadFile(dir / "golden.json"));
   for (const auto& [name, entry] : json.at("prompts").items()) {
     GoldenPrompt& prompt = golden.prompts[name];

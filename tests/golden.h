@@ -42,6 +42,10 @@ struct Golden {
 // when neither exists.
 std::optional<std::filesystem::path> GoldenPath(std::string_view name);
 
+// All of a safetensors file, which has F32 alone. Not by way of Checkpoint: a reference must not
+// depend on what it is a reference for. Throws as LoadGolden() does.
+std::map<std::string, GoldenTensor> ReadGoldenTensors(const std::filesystem::path& path);
+
 // Reads <dir>/golden.json and <dir>/golden.safetensors. Throws when they are malformed: a test
 // shows that as its failure.
 Golden LoadGolden(const std::filesystem::path& dir);

@@ -111,11 +111,11 @@ absl::StatusOr<std::unique_ptr<Communicator>> Rank::Connect() {
   const std::int32_t dcp = layout.decode_context_parallel_size();
   world_ = make(0, 0, tp, RankRunner::MaxCollectiveBytes(model_.config, layout, runner_options),
                 options_.stall_timeout);
-  dcp_ =
-      make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp,
-           DcpAttention::MaxCollectiveBytes(layout, model_.config.head_dim, model_.config.head_dim,
-                                            options_.max_num_batched_tokens),
-           options_.stall_timeout);
+  dcp_ = make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp,
+              DcpAttention::MaxCollectiveBytes(layout, model_.config.head_dim,
+                                               MergedDim(model_.config, layout),
+                                               options_.max_num_batched_tokens),
+              options_.stall_timeout);
   // Ranks get here at different times: some have more to allocate, or a slower disk.
   return make(1 + tp, 0, tp, kMeetingBytesPerRank * tp, kMeetingTimeout);
 }

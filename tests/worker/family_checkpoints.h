@@ -9,8 +9,20 @@ namespace weft {
 
 // A checkpoint of every family that is served, each with the reference's tokens and logits.
 inline const char* const kFamilyCheckpoints[] = {
-    "llama_gqa", "llama_mqa",      "llama_odd", "llama3_rope",    "qwen2",
-    "qwen3",     "mistral_window", "mixtral",   "qwen3_moe_norm", "qwen3_moe_nonorm",
+    "llama_gqa",
+    "llama_mqa",
+    "llama_odd",
+    "llama3_rope",
+    "qwen2",
+    "qwen3",
+    "mistral_window",
+    "mixtral",
+    "qwen3_moe_norm",
+    "qwen3_moe_nonorm",
+    "deepseek_v2_lite",
+    "deepseek_v2_group",
+    "deepseek_v3",
+    "deepseek_v3_noqlora",
 };
 
 // Those of them that are here: all of them in CI, where an absent one fails the test; a bare clone

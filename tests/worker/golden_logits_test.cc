@@ -13,16 +13,13 @@
 #include "server/base/status_macros.h"
 #include "tests/golden.h"
 #include "tests/worker/family_checkpoints.h"
-#include "tests/worker/local_group.h"
+#include "tests/worker/plan_runner.h"
 #include "tests/worker/reference_model.h"
 
 namespace weft {
 namespace {
 
-const char* const kReferenceModels[] = {"llama_gqa", "llama_mqa", "llama_odd", "llama3_rope"};
 constexpr std::int64_t kMaxLen = 192;
-
-using Logits = std::vector<std::vector<float>>;  // [rows][vocab]
 
 struct Layout {
   int tp, dcp, block_size, interleave;
@@ -58,65 +55,6 @@ LocalGroupOptions OptionsOf(const std::filesystem::path& dir, const Layout& layo
   options.rank.stall_timeout = absl::Seconds(20);
   options.rank.gather_all_logits = true;
   return options;
-}
-
-// Runs sequences alone, in slot 0, whose blocks are given out from the last one down.
-class PlanRunner {
- public:
-  PlanRunner(Rank& rank, const Layout& layout, std::int32_t num_blocks) : rank_(rank) {
-    plan_.table_deltas = {{.slot = 0,
-                           .first_index = 0,
-                           .num_blocks = static_cast<std::int32_t>(kMaxLen) / layout.block_size}};
-    for (int i = 0; i < plan_.table_deltas[0].num_blocks; ++i) {
-      plan_.delta_blocks.push_back(num_blocks - 1 - i);
-    }
-  }
-
-  // Runs `ids` as positions [first, first + ids.size()); the last num_sampled rows' logits are
-  // appended to `logits`.
-  absl::Status Run(absl::Span<const std::int32_t> ids, std::int64_t first, int num_sampled,
-                   Logits& logits) {
-    ++plan_.step;
-    plan_.sequences = {{.slot = 0,
-                        .num_rows = static_cast<std::int32_t>(ids.size()),
-                        .first_position = first,
-                        .num_sampled = num_sampled}};
-    plan_.token_ids.assign(ids.begin(), ids.end());
-    RETURN_IF_ERROR(rank_.RunStep(plan_).status());
-    for (int i = 0; i < num_sampled; ++i) {
-      const absl::Span<const float> row = rank_.runner().Logits(i);
-      logits.emplace_back(row.begin(), row.end());
-    }
-    return absl::OkStatus();
-  }
-
-  // A prompt in chunks; the logits after its last token.
-  absl::Status Prompt(absl::Span<const std::int32_t> ids, std::size_t chunk, Logits& logits) {
-    for (std::size_t at = 0; at < ids.size(); at += chunk) {
-      const auto part = ids.subspan(at, chunk);
-      const bool last = at + part.size() == ids.size();
-      RETURN_IF_ERROR(Run(part, static_cast<std::int64_t>(at), last ? 1 : 0, logits));
-    }
-    return absl::OkStatus();
-  }
-
- private:
-  Rank& rank_;
-  StepPlan plan_;
-};
-
-// Runs `body` on the leader of a group.
-void OnLeader(const LocalGroupOptions& from, const Layout& layout,
-              const std::function<absl::Status(PlanRunner&)>& body) {
-  LocalGroupOptions options = from;
-  absl::Status status = absl::UnknownError("not run");
-  options.drive = [&](Rank& rank) {
-    PlanRunner runner(rank, layout, *options.model.num_blocks);
-    status = body(runner);
-    return status;
-  };
-  { const auto group = LocalGroup::Start(options); }
-  EXPECT_TRUE(status.ok()) << status;
 }
 
 double Range(absl::Span<const float> values) {
@@ -167,7 +105,7 @@ TEST_P(GoldenLogitsTest, PromptsGiveTheReferencesLastLogits) {
   WEFT_GOLDEN_OR_SKIP(dir, GetParam());
   const Golden golden = LoadGolden(dir);
   for (const Layout& layout : kLayouts) {
-    OnLeader(OptionsOf(dir, layout), layout, [&](PlanRunner& runner) {
+    OnLeader(OptionsOf(dir, layout), [&](PlanRunner& runner) {
       for (const char* name : {"len130", "len1", "len33", "len7"}) {
         for (std::size_t chunk : {256, 13}) {
           SCOPED_TRACE(fmt::format("{} {} in chunks of {}", layout.Name(), name, chunk));
@@ -188,7 +126,7 @@ TEST_P(GoldenLogitsTest, TeacherForcedStepsGiveTheReferencesLogits) {
   const GoldenTensor& want = golden.Tensor("step_logits.len7");
   const std::vector<std::int32_t> ids = TeacherForced(prompt);
   for (const Layout& layout : kLayouts) {
-    OnLeader(OptionsOf(dir, layout), layout, [&](PlanRunner& runner) {
+    OnLeader(OptionsOf(dir, layout), [&](PlanRunner& runner) {
       // One token a step, and several rows of the sequence a step, all of them sampled.
       for (std::size_t rows : {1, 5}) {
         Logits logits;
@@ -215,7 +153,7 @@ TEST_P(GoldenLogitsTest, APromptsTokensHaveTheReferencesLogProbabilities) {
   const std::vector<std::int32_t>& ids = golden.Prompt("len33").ids;
   const GoldenTensor& want = golden.Tensor("prompt_logprobs.len33");
   for (const Layout& layout : kLayouts) {
-    OnLeader(OptionsOf(dir, layout), layout, [&](PlanRunner& runner) {
+    OnLeader(OptionsOf(dir, layout), [&](PlanRunner& runner) {
       Logits logits;
       RETURN_IF_ERROR(runner.Run(ids, 0, static_cast<int>(ids.size()), logits));
       for (std::size_t i = 1; i < ids.size(); ++i) {
@@ -234,15 +172,11 @@ Logits TeacherForcedLogits(const std::filesystem::path& dir, const Layout& layou
   options.model.dtype = weights;
   options.model.kv_cache_dtype = kv;
   Logits logits;
-  OnLeader(options, layout, [&](PlanRunner& runner) { return runner.Run(ids, 0, 48, logits); });
+  OnLeader(options, [&](PlanRunner& runner) { return runner.Run(ids, 0, 48, logits); });
   return logits;
 }
 
-class PrecisionTest : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Checkpoints, PrecisionTest, ::testing::ValuesIn(kReferenceModels),
-                         [](const auto& test_case) { return std::string(test_case.param); });
-
-TEST_P(PrecisionTest, LowerPrecisionCostsWhatThePrecisionCosts) {
+TEST_P(GoldenLogitsTest, LowerPrecisionCostsWhatThePrecisionCosts) {
   WEFT_GOLDEN_OR_SKIP(dir, GetParam());
   const Golden golden = LoadGolden(dir);
   const std::vector<std::int32_t> ids = TeacherForced(golden.Prompt("len7"));
@@ -282,7 +216,8 @@ TEST_P(PrecisionTest, LowerPrecisionCostsWhatThePrecisionCosts) {
     }
     EXPECT_LE(lost, 2 * allowed);
     EXPECT_LE(apart, 2 * allowed);
-    EXPECT_LE(lost, 0.02 * range);
+    // Where rounded weights send a token to other experts, the reference itself is further off.
+    EXPECT_LE(lost, 0.02 * range + (allowed > 0.02 * range ? allowed : 0));
   }
 }
 

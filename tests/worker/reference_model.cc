@@ -1,24 +1,71 @@
 #include "tests/worker/reference_model.h"
 
+#include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <functional>
+#include <numeric>
 
 #include "fmt/format.h"
 #include "kernels/cpu/convert.h"
 #include "server/base/check.h"
-#include "worker/model/safetensors.h"
 
 namespace weft {
 namespace {
 
-double Rounded(double value, DType dtype) {
+double RoundedTo(DType dtype, double value) {
   std::uint32_t memory = 0;
   kernels::StoreElement(&memory, 0, dtype, static_cast<float>(value));
   return kernels::LoadElement(&memory, 0, dtype);
 }
 
-void Add(const std::vector<double>& x, std::vector<double>& to) {
-  for (std::size_t i = 0; i < x.size(); ++i) to[i] += x[i];
+void Add(const std::vector<double>& x, std::vector<double>& to, double weight = 1) {
+  for (std::size_t i = 0; i < x.size(); ++i) to[i] += weight * x[i];
+}
+
+// Softmax of score(t) over tokens [first, end), as the weights of value(t).
+std::vector<double> WeightedSum(std::size_t first, std::size_t end, std::size_t dim,
+                                const std::function<double(std::size_t)>& score,
+                                const std::function<double(std::size_t, std::size_t)>& value) {
+  std::vector<double> out(dim);
+  double sum = 0;
+  for (std::size_t t = first; t < end; ++t) {
+    const double weight = std::exp(score(t));
+    sum += weight;
+    for (std::size_t d = 0; d < dim; ++d) out[d] += weight * value(t, d);
+  }
+  for (double& x : out) x /= sum;
+  return out;
+}
+
+// Indices by descending value.
+std::vector<int> Ranked(const std::vector<double>& values) {
+  std::vector<int> order(values.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return values[a] > values[b]; });
+  return order;
+}
+
+// The chosen experts: those of the best groups alone, then the best of them.
+std::vector<int> Choose(const MoeConfig& moe, const std::vector<double>& ranks) {
+  const std::size_t size = moe.num_experts / moe.num_groups;
+  std::vector<double> groups;
+  for (int g = 0; g < moe.num_groups; ++g) {
+    std::vector<double> best(ranks.begin() + g * size, ranks.begin() + (g + 1) * size);
+    std::sort(best.rbegin(), best.rend());
+    const bool two = moe.group_score == kernels::GroupScore::kSumOfBestTwo && size > 1;
+    groups.push_back(best[0] + (two ? best[1] : 0));
+  }
+  const std::vector<int> group_order = Ranked(groups);
+  const auto kept =
+      group_order.begin() +
+      (moe.group_score == kernels::GroupScore::kNone ? moe.num_groups : moe.groups_per_token);
+  std::vector<int> chosen;
+  for (int expert : Ranked(ranks)) {
+    const int group = expert / static_cast<int>(size);
+    if (std::find(group_order.begin(), kept, group) == kept) continue;
+    if (static_cast<int>(chosen.size()) < moe.experts_per_token) chosen.push_back(expert);
+  }
+  return chosen;
 }
 
 }  // namespace
@@ -26,130 +73,209 @@ void Add(const std::vector<double>& x, std::vector<double>& to) {
 ReferenceModel::ReferenceModel(const std::filesystem::path& dir, DType weights, DType kv)
     : config_(*LoadModelConfig(dir)),
       kv_(kv),
-      rope_(ComputeRopeFrequencies(config_.rope, config_.head_dim)) {
-  CHECK_MSG(!config_.qkv_bias && !config_.mlp_bias, "biases");
-  const auto checkpoint = *Checkpoint::Open(dir);
-  for (std::string_view name : checkpoint->Names()) {
-    const bool norm = name.find("norm") != std::string_view::npos;
-    std::int64_t count = norm ? config_.hidden_size : 0;
-    std::vector<std::int64_t> shape = {config_.hidden_size};
-    if (!norm) {
-      const std::int64_t q = config_.num_q_heads * config_.head_dim;
-      const std::int64_t k = config_.num_kv_heads * config_.head_dim;
-      const auto has = [&](const char* part) { return name.find(part) != std::string_view::npos; };
-      shape = {config_.vocab_size, config_.hidden_size};
-      if (has("q_proj")) shape = {q, config_.hidden_size};
-      if (has("k_proj") || has("v_proj")) shape = {k, config_.hidden_size};
-      if (has("o_proj")) shape = {config_.hidden_size, q};
-      if (has("gate_proj") || has("up_proj")) {
-        shape = {config_.intermediate_size, config_.hidden_size};
-      }
-      if (has("down_proj")) shape = {config_.hidden_size, config_.intermediate_size};
-      count = shape[0] * shape[1];
+      rope_(ComputeRopeFrequencies(config_.rope, config_.rotary_dim)) {
+  for (const auto& file : std::filesystem::directory_iterator(dir)) {
+    const std::string name = file.path().filename().string();
+    if (name.starts_with("model") && name.ends_with(".safetensors")) {
+      tensors_.merge(ReadGoldenTensors(file.path()));
     }
-    const auto tensor = checkpoint->Find(name, shape);
-    CHECK_MSG(tensor.ok(), tensor.status().ToString());
-    std::vector<float>& values = tensors_[std::string(name)];
-    for (std::int64_t i = 0; i < count; ++i) {
-      const float value = kernels::LoadElement(tensor->data.data(), i, tensor->dtype);
-      values.push_back(norm ? value : static_cast<float>(Rounded(value, weights)));
-    }
+  }
+  for (auto& [name, tensor] : tensors_) {
+    if (tensor.shape.size() != 2) continue;  // norms and biases stay as they are
+    for (float& value : tensor.values) value = static_cast<float>(RoundedTo(weights, value));
   }
 }
 
-ReferenceModel::Vector ReferenceModel::Multiply(const std::string& name, const Vector& x) const {
-  const std::vector<float>& w = tensors_.at(name);
+ReferenceModel::Vector ReferenceModel::Linear(const std::string& name, const Vector& x) const {
+  const std::vector<float>& w = tensors_.at(name + ".weight").values;
   Vector y(w.size() / x.size());
   for (std::size_t row = 0; row < y.size(); ++row) {
     const float* in = w.data() + row * x.size();
     for (std::size_t i = 0; i < x.size(); ++i) y[row] += in[i] * x[i];
+    if (Has(name + ".bias")) y[row] += tensors_.at(name + ".bias").values[row];
   }
   return y;
 }
 
-ReferenceModel::Vector ReferenceModel::Norm(const std::string& name, const Vector& x) const {
+void ReferenceModel::Norm(const std::string& name, double eps, std::size_t begin, Vector& x) const {
+  const std::vector<float>& weight = tensors_.at(name + ".weight").values;
   double squares = 0;
-  for (double value : x) squares += value * value;
-  const double factor =
-      1 / std::sqrt(squares / static_cast<double>(x.size()) + double{config_.rms_norm_eps});
-  const std::vector<float>& weight = tensors_.at(name);
-  Vector y(x.size());
-  for (std::size_t i = 0; i < x.size(); ++i) y[i] = x[i] * factor * weight[i];
-  return y;
+  for (std::size_t i = 0; i < weight.size(); ++i) squares += x[begin + i] * x[begin + i];
+  const double factor = 1 / std::sqrt(squares / static_cast<double>(weight.size()) + eps);
+  for (std::size_t i = 0; i < weight.size(); ++i) x[begin + i] *= factor * weight[i];
 }
 
-void ReferenceModel::Rotate(std::int64_t position, int num_heads, Vector& x) const {
-  const int half = config_.head_dim / 2;
-  for (int h = 0; h < num_heads; ++h) {
-    double* head = x.data() + h * config_.head_dim;
-    for (int i = 0; i < half; ++i) {
-      const double angle = static_cast<double>(position) * rope_.inv_freq[i];
-      const double c = std::cos(angle) * rope_.attention_scaling;
-      const double s = std::sin(angle) * rope_.attention_scaling;
-      const double a = head[i];
-      const double b = head[i + half];
-      head[i] = a * c - b * s;
-      head[i + half] = b * c + a * s;
-    }
+ReferenceModel::Vector ReferenceModel::Normed(const std::string& name, Vector x) const {
+  Norm(name, double{config_.rms_norm_eps}, 0, x);
+  return x;
+}
+
+ReferenceModel::Vector ReferenceModel::Rounded(Vector x) const {
+  for (double& value : x) value = RoundedTo(kv_, value);
+  return x;
+}
+
+void ReferenceModel::Rotate(std::int64_t position, std::size_t begin, Vector& x) const {
+  const std::size_t half = rope_.inv_freq.size();
+  const bool interleaved = config_.mla.has_value() && config_.mla->rope_interleave;
+  for (std::size_t i = 0; i < half; ++i) {
+    const double angle = static_cast<double>(position) * rope_.inv_freq[i];
+    const double c = std::cos(angle) * rope_.attention_scaling;
+    const double s = std::sin(angle) * rope_.attention_scaling;
+    double& a = x[begin + (interleaved ? 2 * i : i)];
+    double& b = x[begin + (interleaved ? 2 * i + 1 : i + half)];
+    const double rotated = a * c - b * s;
+    b = b * c + a * s;
+    a = rotated;
   }
 }
 
-ReferenceModel::Vector ReferenceModel::Attend(const Vector& q, const std::vector<Vector>& k,
-                                              const std::vector<Vector>& v) const {
-  const int dim = config_.head_dim;
-  Vector out(q.size());
-  for (int h = 0; h < config_.num_q_heads; ++h) {
-    const int kv_head = h / (config_.num_q_heads / config_.num_kv_heads);
-    double sum = 0;
-    for (std::size_t t = 0; t < k.size(); ++t) {
-      double score = 0;
-      for (int d = 0; d < dim; ++d) score += q[h * dim + d] * k[t][kv_head * dim + d];
-      const double weight = std::exp(score / std::sqrt(static_cast<double>(dim)));
-      sum += weight;
-      for (int d = 0; d < dim; ++d) out[h * dim + d] += weight * v[t][kv_head * dim + d];
+ReferenceModel::Vector ReferenceModel::Attention(const std::string& layer, int index,
+                                                 const Vector& x, Cache& cache) const {
+  const std::string prefix = layer + "self_attn.";
+  const auto position = static_cast<std::int64_t>(cache.k.size());
+  const std::size_t dim = config_.head_dim;
+  const auto heads_of = [&](const char* projection, const char* norm) {
+    Vector y = Linear(prefix + projection, x);
+    for (std::size_t at = 0; at < y.size(); at += dim) {
+      if (Has(prefix + norm + ".weight")) Norm(prefix + norm, config_.rms_norm_eps, at, y);
+      Rotate(position, at, y);
     }
-    for (int d = 0; d < dim; ++d) out[h * dim + d] /= sum;
+    return y;
+  };
+  const Vector q = heads_of("q_proj", "q_norm");
+  cache.k.push_back(Rounded(heads_of("k_proj", "k_norm")));
+  cache.v.push_back(Rounded(Linear(prefix + "v_proj", x)));
+  const std::int64_t window = config_.HasWindow(index) ? config_.sliding_window : position + 1;
+  const auto first = static_cast<std::size_t>(std::max<std::int64_t>(0, position + 1 - window));
+  Vector out;
+  for (int h = 0; h < config_.num_q_heads; ++h) {
+    const std::size_t kv = h / (config_.num_q_heads / config_.num_kv_heads) * dim;
+    const auto score = [&](std::size_t t) {
+      double sum = 0;
+      for (std::size_t d = 0; d < dim; ++d) sum += q[h * dim + d] * cache.k[t][kv + d];
+      return sum / std::sqrt(static_cast<double>(dim));
+    };
+    const Vector head =
+        WeightedSum(first, cache.k.size(), dim, score,
+                    [&](std::size_t t, std::size_t d) { return cache.v[t][kv + d]; });
+    out.insert(out.end(), head.begin(), head.end());
+  }
+  return Linear(prefix + "o_proj", out);
+}
+
+ReferenceModel::Vector ReferenceModel::LatentAttention(const std::string& layer, const Vector& x,
+                                                       Cache& cache) const {
+  constexpr double kEps = 1e-6;
+  const MlaConfig& mla = *config_.mla;
+  const std::string prefix = layer + "self_attn.";
+  const auto position = static_cast<std::int64_t>(cache.k.size());
+  const std::size_t nope = mla.qk_nope_head_dim;
+  const std::size_t q_dim = mla.qk_head_dim();
+  Vector q = x;
+  if (Has(prefix + "q_a_proj.weight")) {
+    q = Linear(prefix + "q_a_proj", x);
+    Norm(prefix + "q_a_layernorm", kEps, 0, q);
+  }
+  q = Linear(prefix + (Has(prefix + "q_proj.weight") ? "q_proj" : "q_b_proj"), q);
+  for (std::size_t at = nope; at < q.size(); at += q_dim) Rotate(position, at, q);
+  Vector latent = Linear(prefix + "kv_a_proj_with_mqa", x);
+  Norm(prefix + "kv_a_layernorm", kEps, 0, latent);
+  Rotate(position, mla.kv_lora_rank, latent);
+  cache.k.push_back(Rounded(latent));
+
+  std::vector<Vector> kv;  // K without its rotary part, and V, of every head and token
+  for (const Vector& token : cache.k) {
+    kv.push_back(
+        Linear(prefix + "kv_b_proj", Vector(token.begin(), token.begin() + mla.kv_lora_rank)));
+  }
+  Vector out;
+  for (int h = 0; h < config_.num_q_heads; ++h) {
+    const std::size_t at = h * (nope + mla.v_head_dim);
+    const auto score = [&](std::size_t t) {
+      double sum = 0;
+      for (std::size_t d = 0; d < nope; ++d) sum += q[h * q_dim + d] * kv[t][at + d];
+      for (std::size_t d = nope; d < q_dim; ++d) {
+        sum += q[h * q_dim + d] * cache.k[t][mla.kv_lora_rank + d - nope];
+      }
+      return sum * config_.attention_scale;
+    };
+    const Vector head =
+        WeightedSum(0, cache.k.size(), mla.v_head_dim, score,
+                    [&](std::size_t t, std::size_t d) { return kv[t][at + nope + d]; });
+    out.insert(out.end(), head.begin(), head.end());
+  }
+  return Linear(prefix + "o_proj", out);
+}
+
+ReferenceModel::Vector ReferenceModel::Mlp(const std::string& gate, const std::string& up,
+                                           const std::string& down, const Vector& x) const {
+  Vector y = Linear(gate, x);
+  const Vector other = Linear(up, x);
+  for (std::size_t i = 0; i < y.size(); ++i) y[i] *= other[i] / (1 + std::exp(-y[i]));
+  return Linear(down, y);
+}
+
+ReferenceModel::Vector ReferenceModel::Experts(const std::string& block, const Vector& x) const {
+  const MoeConfig& moe = *config_.moe;
+  Vector scores = Linear(block + "gate", x);
+  double all = 0;
+  for (double& score : scores) {
+    score =
+        moe.score == kernels::ExpertScore::kSigmoid ? 1 / (1 + std::exp(-score)) : std::exp(score);
+    all += score;
+  }
+  Vector ranks = scores;
+  for (std::size_t e = 0; e < scores.size(); ++e) {
+    if (moe.score == kernels::ExpertScore::kSoftmax) ranks[e] = scores[e] /= all;
+    const std::string bias = block + "gate.e_score_correction_bias";
+    if (Has(bias)) ranks[e] += tensors_.at(bias).values[e];
+  }
+  const std::vector<int> chosen = Choose(moe, ranks);
+  double sum = 0;
+  for (int expert : chosen) sum += scores[expert];
+  Vector out(x.size());
+  for (int expert : chosen) {
+    const std::string name = fmt::format("{}experts.{}.", block, expert);
+    const auto part = [&](std::string_view what) { return fmt::format("{}{}", name, what); };
+    Add(Mlp(part(moe.gate), part(moe.up), part(moe.down), x), out,
+        scores[expert] * moe.scale / (moe.normalize ? sum : 1));
   }
   return out;
 }
 
-ReferenceModel::Vector ReferenceModel::Attention(const std::string& layer, const Vector& x,
-                                                 std::vector<Vector>& k,
-                                                 std::vector<Vector>& v) const {
-  const auto position = static_cast<std::int64_t>(k.size());
-  Vector q = Multiply(layer + "self_attn.q_proj.weight", x);
-  k.push_back(Multiply(layer + "self_attn.k_proj.weight", x));
-  v.push_back(Multiply(layer + "self_attn.v_proj.weight", x));
-  Rotate(position, config_.num_q_heads, q);
-  Rotate(position, config_.num_kv_heads, k.back());
-  for (double& value : k.back()) value = Rounded(value, kv_);
-  for (double& value : v.back()) value = Rounded(value, kv_);
-  return Multiply(layer + "self_attn.o_proj.weight", Attend(q, k, v));
-}
-
-ReferenceModel::Vector ReferenceModel::Mlp(const std::string& layer, const Vector& x) const {
-  Vector gate = Multiply(layer + "mlp.gate_proj.weight", x);
-  const Vector up = Multiply(layer + "mlp.up_proj.weight", x);
-  for (std::size_t i = 0; i < gate.size(); ++i) gate[i] *= up[i] / (1 + std::exp(-gate[i]));
-  return Multiply(layer + "mlp.down_proj.weight", gate);
+ReferenceModel::Vector ReferenceModel::Feed(const std::string& layer, int index,
+                                            const Vector& x) const {
+  const auto mlp = [&](const std::string& name) {
+    return Mlp(name + "gate_proj", name + "up_proj", name + "down_proj", x);
+  };
+  if (!config_.HasExperts(index)) return mlp(layer + "mlp.");
+  const std::string block = fmt::format("{}{}.", layer, config_.moe->block);
+  Vector out = Experts(block, x);
+  const std::string shared = block + "shared_experts.";
+  if (Has(shared + "gate_proj.weight")) Add(mlp(shared), out);
+  return out;
 }
 
 std::vector<std::vector<double>> ReferenceModel::Logits(
     absl::Span<const std::int32_t> token_ids) const {
-  const std::string embedding = "model.embed_tokens.weight";
-  std::vector<std::vector<Vector>> k(config_.num_layers);
-  std::vector<std::vector<Vector>> v(config_.num_layers);
+  const std::string embedding = "model.embed_tokens";
+  const std::string head = config_.tie_word_embeddings ? embedding : "lm_head";
+  std::vector<Cache> caches(config_.num_layers);
   std::vector<std::vector<double>> logits;
   for (std::int32_t id : token_ids) {
-    const auto row = tensors_.at(embedding).begin() + std::int64_t{id} * config_.hidden_size;
+    const auto row =
+        tensors_.at(embedding + ".weight").values.begin() + std::int64_t{id} * config_.hidden_size;
     Vector x(row, row + config_.hidden_size);
     for (int l = 0; l < config_.num_layers; ++l) {
       const std::string layer = fmt::format("model.layers.{}.", l);
-      Add(Attention(layer, Norm(layer + "input_layernorm.weight", x), k[l], v[l]), x);
-      Add(Mlp(layer, Norm(layer + "post_attention_layernorm.weight", x)), x);
+      const Vector normed = Normed(layer + "input_layernorm", x);
+      Add(config_.mla.has_value() ? LatentAttention(layer, normed, caches[l])
+                                  : Attention(layer, l, normed, caches[l]),
+          x);
+      Add(Feed(layer, l, Normed(layer + "post_attention_layernorm", x)), x);
     }
-    const std::string head = config_.tie_word_embeddings ? embedding : "lm_head.weight";
-    logits.push_back(Multiply(head, Norm("model.norm.weight", x)));
+    logits.push_back(Linear(head, Normed("model.norm", x)));
   }
   return logits;
 }

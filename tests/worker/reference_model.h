@@ -8,12 +8,14 @@
 
 #include "absl/types/span.h"
 #include "kernels/dtype.h"
+#include "tests/golden.h"
 #include "worker/model/model_config.h"
 
 namespace weft {
 
-// A Llama forward pass in plain loops and double precision, with matrices rounded to one storage
-// type and K and V to another: what a precision costs by itself.
+// A forward pass of any family in plain loops and double precision, with matrices rounded to one
+// storage type and what is cached of a token to another: what a precision costs by itself. Biases,
+// norms and experts are there where the checkpoint has them; MLA is decompressed.
 class ReferenceModel {
  public:
   ReferenceModel(const std::filesystem::path& dir, DType weights, DType kv);
@@ -23,19 +25,32 @@ class ReferenceModel {
 
  private:
   using Vector = std::vector<double>;
+  // Of one layer, a token each; with MLA k is [latent | rotary key], and v is empty.
+  struct Cache {
+    std::vector<Vector> k;
+    std::vector<Vector> v;
+  };
 
-  Vector Multiply(const std::string& name, const Vector& x) const;
-  Vector Norm(const std::string& name, const Vector& x) const;
-  void Rotate(std::int64_t position, int num_heads, Vector& x) const;
-  Vector Attend(const Vector& q, const std::vector<Vector>& k, const std::vector<Vector>& v) const;
-  Vector Attention(const std::string& layer, const Vector& x, std::vector<Vector>& k,
-                   std::vector<Vector>& v) const;
-  Vector Mlp(const std::string& layer, const Vector& x) const;
+  bool Has(const std::string& name) const { return tensors_.contains(name); }
+  // W x, and its bias.
+  Vector Linear(const std::string& name, const Vector& x) const;
+  // Of x[begin, begin + weight size).
+  void Norm(const std::string& name, double eps, std::size_t begin, Vector& x) const;
+  Vector Normed(const std::string& name, Vector x) const;
+  void Rotate(std::int64_t position, std::size_t begin, Vector& x) const;
+  Vector Rounded(Vector x) const;
+
+  Vector Attention(const std::string& layer, int index, const Vector& x, Cache& cache) const;
+  Vector LatentAttention(const std::string& layer, const Vector& x, Cache& cache) const;
+  Vector Mlp(const std::string& gate, const std::string& up, const std::string& down,
+             const Vector& x) const;
+  Vector Experts(const std::string& block, const Vector& x) const;
+  Vector Feed(const std::string& layer, int index, const Vector& x) const;
 
   ModelConfig config_;
   DType kv_;
   RopeFrequencies rope_;
-  std::map<std::string, std::vector<float>, std::less<>> tensors_;
+  std::map<std::string, GoldenTensor> tensors_;
 };
 
 }  // namespace weft

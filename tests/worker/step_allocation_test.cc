@@ -71,7 +71,7 @@ void MakeDecode(std::int64_t position, StepPlan& plan) {
 
 class StepAllocationTest : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Checkpoints, StepAllocationTest,
-                         ::testing::Values("llama_gqa", "qwen3_moe_nonorm"));
+                         ::testing::Values("llama_gqa", "qwen3_moe_nonorm", "deepseek_v2_lite"));
 
 TEST_P(StepAllocationTest, ASteadyDecodeStepAllocatesNothing) {
   WEFT_GOLDEN_OR_SKIP(dir, GetParam());

@@ -35,7 +35,7 @@ class Checker {
     prefix_ = fmt::format("model.layers.{}.", layer);
     layers_ = fmt::format("num_hidden_layers is {}", c_.num_layers);
     RETURN_IF_ERROR(Need(prefix_ + "input_layernorm.weight", {hidden_}, layers_));
-    RETURN_IF_ERROR(CheckAttention());
+    RETURN_IF_ERROR(c_.mla.has_value() ? CheckMla() : CheckGqa());
     RETURN_IF_ERROR(Need(prefix_ + "post_attention_layernorm.weight", {hidden_}, layers_));
     if (c_.HasExperts(layer)) return CheckExperts();
     return CheckMlp("mlp", {c_.intermediate_size, "intermediate_size"});
@@ -82,7 +82,7 @@ class Checker {
     return Need(prefix_ + name + ".bias", {out}, bias_reason);
   }
 
-  absl::Status CheckAttention() {
+  absl::Status CheckGqa() {
     const Dim head_dim{c_.head_dim, "head_dim"};
     const Dim q{std::int64_t{c_.num_q_heads} * c_.head_dim, "num_attention_heads * head_dim"};
     const Dim kv{std::int64_t{c_.num_kv_heads} * c_.head_dim, "num_key_value_heads * head_dim"};
@@ -97,6 +97,31 @@ class Checker {
       RETURN_IF_ERROR(Need(prefix_ + name, {head_dim}, c_.architecture));
     }
     return absl::OkStatus();
+  }
+
+  absl::Status CheckMla() {
+    const MlaConfig& mla = *c_.mla;
+    const std::int64_t heads = c_.num_q_heads;
+    const Dim q{heads * mla.qk_head_dim(),
+                "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"};
+    const Dim q_rank{mla.q_lora_rank, "q_lora_rank"};
+    const Dim kv_rank{mla.kv_lora_rank, "kv_lora_rank"};
+    const Dim latent{c_.head_dim, "kv_lora_rank + qk_rope_head_dim"};
+    const Dim kv{heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+                 "num_attention_heads * (qk_nope_head_dim + v_head_dim)"};
+    const Dim o{heads * mla.v_head_dim, "num_attention_heads * v_head_dim"};
+    const std::string_view bias = c_.o_bias ? "attention_bias is true" : "";
+    if (mla.q_lora_rank > 0) {
+      RETURN_IF_ERROR(NeedLinear("self_attn.q_a_proj", q_rank, hidden_, bias));
+      RETURN_IF_ERROR(Need(prefix_ + "self_attn.q_a_layernorm.weight", {q_rank}, layers_));
+      RETURN_IF_ERROR(NeedLinear("self_attn.q_b_proj", q, q_rank, ""));
+    } else {
+      RETURN_IF_ERROR(NeedLinear("self_attn.q_proj", q, hidden_, ""));
+    }
+    RETURN_IF_ERROR(NeedLinear("self_attn.kv_a_proj_with_mqa", latent, hidden_, bias));
+    RETURN_IF_ERROR(Need(prefix_ + "self_attn.kv_a_layernorm.weight", {kv_rank}, layers_));
+    RETURN_IF_ERROR(NeedLinear("self_attn.kv_b_proj", kv, kv_rank, ""));
+    return NeedLinear("self_attn.o_proj", hidden_, o, bias);
   }
 
   absl::Status CheckMlp(const std::string& name, Dim width) {

@@ -8,12 +8,14 @@
 #include "worker/model/json_reader.h"
 #include "worker/model/model_config.h"
 
-// How model_config.cc, model_families.cc and rope_config.cc read config.json together.
+// How model_config.cc, model_families.cc, family_readers.cc and rope_config.cc read config.json
+// together.
 
 namespace weft {
 
 // Above any model there is; the product of two fits in 64 bits.
 inline constexpr std::int64_t kMaxDimension = 1 << 24;
+inline constexpr std::int64_t kMaxLayers = 1 << 16;
 inline constexpr std::int64_t kMaxPositions = std::numeric_limits<std::int32_t>::max();
 
 inline std::int32_t Dimension(JsonFields& fields, const std::string& key) {
@@ -28,5 +30,11 @@ absl::StatusOr<RopeConfig> ReadRope(JsonFields& fields, std::int64_t max_positio
 // All but what model_config.h calls common to all families: the architecture, found by
 // `architectures` or `model_type`, and what its family's keys say.
 absl::StatusOr<ModelConfig> ReadFamily(JsonFields& fields);
+
+// What some families have beside what is common to all: family_readers.cc.
+void ReadMixtralExperts(JsonFields& fields, ModelConfig& config);
+void ReadQwen3Experts(JsonFields& fields, ModelConfig& config);
+void ReadDeepseekV2(JsonFields& fields, ModelConfig& config);
+void ReadDeepseekV3(JsonFields& fields, ModelConfig& config);
 
 }  // namespace weft

@@ -1,10 +1,13 @@
 #include "worker/model/decoder_weights.h"
 
+#include <algorithm>
 #include <initializer_list>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "fmt/format.h"
+#include "server/base/ceil_div.h"
 #include "server/base/status_macros.h"
 
 namespace weft {
@@ -21,18 +24,21 @@ class Loader {
 
   struct RowPart {
     std::string name;
-    std::int64_t rows;  // of the whole tensor
-    IndexRange range;   // of rows to take
+    std::int64_t rows;      // of the whole tensor
+    IndexRange range;       // of rows to take
+    std::int32_t step = 1;  // every so many of them
   };
 
-  absl::StatusOr<PackedMatrix> Rows(std::initializer_list<RowPart> parts, std::int64_t cols) const {
+  absl::StatusOr<PackedMatrix> Rows(absl::Span<const RowPart> parts, std::int64_t cols) const {
     std::vector<MatrixView> views;
     std::string names;
     for (const RowPart& part : parts) {
       ASSIGN_OR_RETURN(MatrixView view, checkpoint_.Rows(part.name, part.rows, cols,
                                                          part.range.begin, part.range.end));
+      view.rows = CeilDiv(view.rows, part.step);
+      view.row_stride *= part.step;
       views.push_back(view);
-      names += names.empty() ? part.name : ", " + part.name;
+      if (!names.ends_with(part.name)) names += names.empty() ? part.name : ", " + part.name;
     }
     return Pack(names, views);
   }
@@ -44,17 +50,26 @@ class Loader {
     return Pack(name, {view});
   }
 
+  // `range` of its rows, as columns.
+  absl::StatusOr<PackedMatrix> Transposed(const std::string& name, std::int64_t rows,
+                                          std::int64_t cols, IndexRange range) const {
+    ASSIGN_OR_RETURN(MatrixView view, checkpoint_.Rows(name, rows, cols, range.begin, range.end));
+    std::swap(view.rows, view.cols);
+    std::swap(view.row_stride, view.col_stride);
+    return Pack(name, {view});
+  }
+
   absl::StatusOr<std::vector<float>> Vector(const std::string& name, std::int64_t size) const {
     return checkpoint_.Vector(name, size, 0, size);
   }
 
   // The biases of `parts`, one after the other.
-  absl::StatusOr<std::vector<float>> Biases(std::initializer_list<RowPart> parts) const {
+  absl::StatusOr<std::vector<float>> Biases(absl::Span<const RowPart> parts) const {
     std::vector<float> all;
     for (const RowPart& part : parts) {
       ASSIGN_OR_RETURN(std::vector<float> bias,
                        checkpoint_.Vector(part.name, part.rows, part.range.begin, part.range.end));
-      all.insert(all.end(), bias.begin(), bias.end());
+      for (std::size_t i = 0; i < bias.size(); i += part.step) all.push_back(bias[i]);
     }
     return all;
   }
@@ -77,8 +92,8 @@ IndexRange Scaled(IndexRange range, std::int32_t factor) {
   return {range.begin * factor, range.end * factor};
 }
 
-absl::Status LoadAttention(const Loader& loader, const ModelConfig& c, const ShardLayout& layout,
-                           const std::string& prefix, DecoderLayerWeights& w) {
+absl::Status LoadGqa(const Loader& loader, const ModelConfig& c, const ShardLayout& layout,
+                     const std::string& prefix, DecoderLayerWeights& w) {
   const std::int32_t q_rows = c.num_q_heads * c.head_dim;
   const std::int32_t kv_rows = c.num_kv_heads * c.head_dim;
   const IndexRange own = Scaled(layout.QHeads(), c.head_dim);
@@ -99,6 +114,93 @@ absl::Status LoadAttention(const Loader& loader, const ModelConfig& c, const Sha
     ASSIGN_OR_RETURN(w.kv_bias, loader.Biases({{prefix + "k_proj.bias", kv_rows, kv},
                                                {prefix + "v_proj.bias", kv_rows, kv}}));
   }
+  if (c.o_bias && layout.rank() == 0) {
+    ASSIGN_OR_RETURN(w.o_bias, loader.Vector(prefix + "o_proj.bias", c.hidden_size));
+  }
+  return absl::OkStatus();
+}
+
+// Rows [begin, begin + rope) of a rotary part. Where the checkpoint has its pairs side by side,
+// they are taken apart into halves, in q and in k alike, so that dot products stay what they are.
+void AddRotaryRows(const MlaConfig& mla, const std::string& name, std::int32_t rows,
+                   std::int32_t begin, std::vector<Loader::RowPart>& parts) {
+  const std::int32_t end = begin + mla.qk_rope_head_dim;
+  if (mla.rope_interleave) {
+    parts.push_back({name, rows, {begin, end}, 2});
+    parts.push_back({name, rows, {begin + 1, end}, 2});
+  } else {
+    parts.push_back({name, rows, {begin, end}});
+  }
+}
+
+absl::Status LoadMlaQueries(const Loader& loader, const ModelConfig& c, IndexRange heads,
+                            const std::string& prefix, MlaWeights& w) {
+  const MlaConfig& mla = *c.mla;
+  const bool lora = mla.q_lora_rank > 0;
+  if (lora) {
+    const Loader::RowPart all = {prefix + "q_a_proj.weight", mla.q_lora_rank, {0, mla.q_lora_rank}};
+    ASSIGN_OR_RETURN(w.q_a, loader.Rows({all}, c.hidden_size));
+    ASSIGN_OR_RETURN(w.q_a_norm, loader.Vector(prefix + "q_a_layernorm.weight", mla.q_lora_rank));
+    if (c.o_bias) {
+      ASSIGN_OR_RETURN(w.q_a_bias, loader.Vector(prefix + "q_a_proj.bias", mla.q_lora_rank));
+    }
+  }
+  const std::string name = prefix + (lora ? "q_b_proj.weight" : "q_proj.weight");
+  const std::int32_t rows = c.num_q_heads * mla.qk_head_dim();
+  std::vector<Loader::RowPart> parts;
+  for (std::int32_t head = heads.begin; head < heads.end; ++head) {
+    const std::int32_t begin = head * mla.qk_head_dim();
+    parts.push_back({name, rows, {begin, begin + mla.qk_nope_head_dim}});
+    AddRotaryRows(mla, name, rows, begin + mla.qk_nope_head_dim, parts);
+  }
+  ASSIGN_OR_RETURN(w.q_b, loader.Rows(parts, lora ? mla.q_lora_rank : c.hidden_size));
+  return absl::OkStatus();
+}
+
+absl::Status LoadMlaLatent(const Loader& loader, const ModelConfig& c, const ShardLayout& layout,
+                           const std::string& prefix, MlaWeights& w) {
+  const MlaConfig& mla = *c.mla;
+  const auto parts_of = [&](const std::string& name) {
+    std::vector<Loader::RowPart> parts = {{name, c.head_dim, {0, mla.kv_lora_rank}}};
+    AddRotaryRows(mla, name, c.head_dim, mla.kv_lora_rank, parts);
+    return parts;
+  };
+  const std::string kv_a = prefix + "kv_a_proj_with_mqa.";
+  ASSIGN_OR_RETURN(w.kv_a, loader.Rows(parts_of(kv_a + "weight"), c.hidden_size));
+  if (c.o_bias) {
+    ASSIGN_OR_RETURN(w.kv_a_bias, loader.Biases(parts_of(kv_a + "bias")));
+  }
+  ASSIGN_OR_RETURN(w.kv_a_norm, loader.Vector(prefix + "kv_a_layernorm.weight", mla.kv_lora_rank));
+
+  const std::string kv_b = prefix + "kv_b_proj.weight";
+  const std::int32_t head_rows = mla.qk_nope_head_dim + mla.v_head_dim;
+  const std::int32_t rows = c.num_q_heads * head_rows;
+  const IndexRange queries = layout.ProjectedQHeads();
+  for (std::int32_t head = queries.begin; head < queries.end; ++head) {
+    const std::int32_t begin = head * head_rows;
+    ASSIGN_OR_RETURN(PackedMatrix k_up, loader.Transposed(kv_b, rows, mla.kv_lora_rank,
+                                                          {begin, begin + mla.qk_nope_head_dim}));
+    w.k_up.push_back(std::move(k_up));
+  }
+  const bool before_merge = MergedDim(c, layout) < c.value_dim;
+  const IndexRange values = before_merge ? layout.GroupQHeads() : layout.QHeads();
+  for (std::int32_t head = values.begin; head < values.end; ++head) {
+    const std::int32_t begin = head * head_rows + mla.qk_nope_head_dim;
+    ASSIGN_OR_RETURN(PackedMatrix v_up, loader.Rows({{kv_b, rows, {begin, begin + mla.v_head_dim}}},
+                                                    mla.kv_lora_rank));
+    w.v_up.push_back(std::move(v_up));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LoadMla(const Loader& loader, const ModelConfig& c, const ShardLayout& layout,
+                     const std::string& prefix, DecoderLayerWeights& w) {
+  const IndexRange heads = layout.QHeads();
+  RETURN_IF_ERROR(LoadMlaQueries(loader, c, layout.ProjectedQHeads(), prefix, w.mla));
+  RETURN_IF_ERROR(LoadMlaLatent(loader, c, layout, prefix, w.mla));
+  const std::int32_t v_dim = c.mla->v_head_dim;
+  ASSIGN_OR_RETURN(w.o, loader.Columns(prefix + "o_proj.weight", c.hidden_size,
+                                       c.num_q_heads * v_dim, Scaled(heads, v_dim)));
   if (c.o_bias && layout.rank() == 0) {
     ASSIGN_OR_RETURN(w.o_bias, loader.Vector(prefix + "o_proj.bias", c.hidden_size));
   }
@@ -172,7 +274,8 @@ absl::Status LoadLayer(const Loader& loader, const ModelConfig& c, const ShardLa
                        bool expert_parallel, std::int32_t index, DecoderLayerWeights& w) {
   const std::string prefix = fmt::format("model.layers.{}.", index);
   ASSIGN_OR_RETURN(w.input_norm, loader.Vector(prefix + "input_layernorm.weight", c.hidden_size));
-  RETURN_IF_ERROR(LoadAttention(loader, c, layout, prefix + "self_attn.", w));
+  const auto load_attention = c.mla.has_value() ? LoadMla : LoadGqa;
+  RETURN_IF_ERROR(load_attention(loader, c, layout, prefix + "self_attn.", w));
   ASSIGN_OR_RETURN(w.post_attention_norm,
                    loader.Vector(prefix + "post_attention_layernorm.weight", c.hidden_size));
   if (!c.HasExperts(index)) {
@@ -220,6 +323,12 @@ absl::Status CheckRanksCanShare(const ModelConfig& config, const ShardLayout& la
   return absl::OkStatus();
 }
 
+std::int32_t MergedDim(const ModelConfig& config, const ShardLayout& layout) {
+  const bool alone = layout.decode_context_parallel_size() == 1;
+  return alone || !config.mla.has_value() ? config.value_dim
+                                          : std::min(config.value_dim, config.mla->v_head_dim);
+}
+
 std::int64_t DecoderWeights::SizeBytes() const {
   const auto bytes_of = [](const auto& parts) {
     std::int64_t bytes = 0;
@@ -230,14 +339,16 @@ std::int64_t DecoderWeights::SizeBytes() const {
   using Vectors = std::initializer_list<const std::vector<float>*>;
   bytes += bytes_of(Vectors{&final_norm});
   for (const DecoderLayerWeights& w : layers) {
-    for (const PackedMatrix* matrix : {&w.q, &w.kv, &w.o, &w.gate_up, &w.down, &w.moe.router}) {
+    for (const PackedMatrix* matrix : {&w.mla.q_a, &w.mla.q_b, &w.mla.kv_a, &w.q, &w.kv, &w.o,
+                                       &w.gate_up, &w.down, &w.moe.router}) {
       bytes += matrix->size_bytes();
     }
-    for (const auto* matrices : {&w.moe.gate_up, &w.moe.down}) {
+    for (const auto* matrices : {&w.mla.k_up, &w.mla.v_up, &w.moe.gate_up, &w.moe.down}) {
       for (const PackedMatrix& matrix : *matrices) bytes += matrix.size_bytes();
     }
     bytes +=
-        bytes_of(Vectors{&w.input_norm, &w.q_bias, &w.kv_bias, &w.o_bias, &w.q_norm, &w.k_norm,
+        bytes_of(Vectors{&w.input_norm, &w.mla.q_a_bias, &w.mla.q_a_norm, &w.mla.kv_a_bias,
+                         &w.mla.kv_a_norm, &w.q_bias, &w.kv_bias, &w.o_bias, &w.q_norm, &w.k_norm,
                          &w.post_attention_norm, &w.gate_up_bias, &w.down_bias, &w.moe.score_bias});
   }
   return bytes;

@@ -15,6 +15,22 @@ namespace weft {
 
 // One rank's part of a decoder's weights, packed for the kernels. Biases are empty when the model
 // has none. `o` and `down` sum over ranks, so their bias is on rank 0 alone.
+// What MLA has in place of q and kv. Rotary rows are in halves, however the checkpoint has them.
+struct MlaWeights {
+  kernels::PackedMatrix q_a;  // [q_lora_rank, hidden]; empty without
+  std::vector<float> q_a_bias;
+  std::vector<float> q_a_norm;
+  kernels::PackedMatrix q_b;   // [projected heads * (nope + rope), q_lora_rank or hidden]
+  kernels::PackedMatrix kv_a;  // [kv_lora_rank + rope, hidden]
+  std::vector<float> kv_a_bias;
+  std::vector<float> kv_a_norm;
+  // W_UK of each projected head, transposed: [kv_lora_rank, nope].
+  std::vector<kernels::PackedMatrix> k_up;
+  // W_UV of each own head, or of the DCP group's if values are projected before they are merged:
+  // [v_head_dim, kv_lora_rank].
+  std::vector<kernels::PackedMatrix> v_up;
+};
+
 struct MoeWeights {
   kernels::PackedMatrix router;  // [experts, hidden]
   std::vector<float> score_bias;
@@ -27,9 +43,10 @@ struct MoeWeights {
 
 struct DecoderLayerWeights {
   std::vector<float> input_norm;  // [hidden]
+  MlaWeights mla;                 // in place of q and kv
   kernels::PackedMatrix q;        // [projected q heads * head_dim, hidden]
   kernels::PackedMatrix kv;       // [2 * group kv heads * head_dim, hidden]: K rows, then V rows
-  kernels::PackedMatrix o;        // [hidden, own q heads * head_dim]
+  kernels::PackedMatrix o;        // [hidden, own q heads * head_dim (with MLA: v_head_dim)]
   std::vector<float> q_bias;
   std::vector<float> kv_bias;
   std::vector<float> o_bias;
@@ -66,6 +83,11 @@ inline const float* OrNull(const std::vector<float>& bias) {
 // they share out whole experts, else each expert's width.
 absl::Status CheckRanksCanShare(const ModelConfig& config, const ShardLayout& layout,
                                 bool expert_parallel);
+
+// How many floats of each head's output the ranks of a DCP group exchange: those that attention
+// sums, or the fewer that MLA projects them to. Then a rank projects what it has of all the group's
+// heads.
+std::int32_t MergedDim(const ModelConfig& config, const ShardLayout& layout);
 
 // Packs this rank's part of `checkpoint` as `dtype` (norms and biases stay fp32). `on_layer(done)`
 // is called after each layer, for progress. CheckRanksCanShare() has said yes. Errors name file,

@@ -10,9 +10,10 @@ absl::StatusOr<KvCache> KvCache::Create(const KvCacheShape& shape, std::int32_t 
   KvCache cache;
   cache.shape_ = shape;
   cache.num_blocks_ = num_blocks;
-  cache.plane_bytes_ = shape.BytesPerBlock() / (2 * shape.num_layers) * num_blocks;
-  ASSIGN_OR_RETURN(cache.buffer_,
-                   kernels::Buffer::Allocate(cache.plane_bytes_ * 2 * shape.num_layers));
+  const std::int64_t tokens = std::int64_t{num_blocks} * shape.block_tokens_per_rank;
+  cache.k_bytes_ = tokens * shape.PlaneBytesPerToken(shape.head_dim);
+  cache.layer_bytes_ = cache.k_bytes_ + tokens * shape.PlaneBytesPerToken(shape.value_dim);
+  ASSIGN_OR_RETURN(cache.buffer_, kernels::Buffer::Allocate(cache.layer_bytes_ * shape.num_layers));
   return cache;
 }
 

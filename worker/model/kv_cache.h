@@ -13,14 +13,20 @@ struct KvCacheShape {
   std::int32_t num_layers = 0;
   std::int32_t num_kv_heads = 0;  // that this rank holds
   std::int32_t head_dim = 0;
+  std::int32_t value_dim = 0;              // 0: K is a latent that holds the values, too
   std::int32_t block_tokens_per_rank = 0;  // B
   DType dtype = DType::kFloat32;
 
   // K and V of one token this rank owns, all layers.
   std::int64_t BytesPerLocalToken() const {
-    return 2LL * num_layers * num_kv_heads * head_dim * DTypeBytes(dtype);
+    return num_layers * (PlaneBytesPerToken(head_dim) + PlaneBytesPerToken(value_dim));
   }
   std::int64_t BytesPerBlock() const { return BytesPerLocalToken() * block_tokens_per_rank; }
+
+  // K or V of one token in one layer.
+  std::int64_t PlaneBytesPerToken(std::int32_t dim) const {
+    return std::int64_t{num_kv_heads} * dim * DTypeBytes(dtype);
+  }
 };
 
 // This rank's share of the group's KV: `num_blocks` blocks per layer for K and for V, laid out as
@@ -33,15 +39,17 @@ class KvCache {
   const KvCacheShape& shape() const { return shape_; }
   std::int32_t num_blocks() const { return num_blocks_; }
   std::int64_t size_bytes() const { return buffer_.size_bytes(); }
-  void* k_blocks(std::int32_t layer) const { return At(2 * layer); }
-  void* v_blocks(std::int32_t layer) const { return At(2 * layer + 1); }
+  void* k_blocks(std::int32_t layer) const { return buffer_.data() + layer * layer_bytes_; }
+  // Null for a latent.
+  void* v_blocks(std::int32_t layer) const {
+    return shape_.value_dim == 0 ? nullptr : buffer_.data() + layer * layer_bytes_ + k_bytes_;
+  }
 
  private:
-  void* At(std::int32_t plane) const { return buffer_.data() + plane * plane_bytes_; }
-
   KvCacheShape shape_;
   std::int32_t num_blocks_ = 0;
-  std::int64_t plane_bytes_ = 0;
+  std::int64_t layer_bytes_ = 0;
+  std::int64_t k_bytes_ = 0;  // of a layer
   kernels::Buffer buffer_;
 };
 

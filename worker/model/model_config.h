@@ -33,6 +33,18 @@ struct RopeConfig {
   friend bool operator==(const RopeConfig&, const RopeConfig&) = default;
 };
 
+// Multi-head latent attention.
+struct MlaConfig {
+  std::int32_t q_lora_rank = 0;  // 0: queries are projected at once
+  std::int32_t kv_lora_rank = 0;
+  std::int32_t qk_nope_head_dim = 0;
+  std::int32_t qk_rope_head_dim = 0;
+  std::int32_t v_head_dim = 0;
+  bool rope_interleave = true;  // the checkpoint's rotary pairs are (2i, 2i + 1), not halves
+
+  std::int32_t qk_head_dim() const { return qk_nope_head_dim + qk_rope_head_dim; }
+};
+
 // A mixture of experts in place of the MLP of some layers.
 struct MoeConfig {
   std::int32_t num_experts = 0;
@@ -65,14 +77,20 @@ struct ModelConfig {
   std::int32_t hidden_size = 0;
   std::int32_t intermediate_size = 0;
   std::int32_t num_q_heads = 0;
-  std::int32_t num_kv_heads = 0;  // divides num_q_heads
-  std::int32_t head_dim = 0;      // even
+  // What attention caches and compares a token by: K of each KV head, num_kv_heads dividing
+  // num_q_heads; with MLA one latent, [kv_lora_rank | qk_rope_head_dim].
+  std::int32_t num_kv_heads = 0;
+  std::int32_t head_dim = 0;
+  std::int32_t value_dim = 0;   // of V: head_dim; with MLA kv_lora_rank, the latent's first dims
+  std::int32_t rotary_dim = 0;  // even
+  float attention_scale = 0;    // of q . k
+  std::optional<MlaConfig> mla;
   std::int32_t vocab_size = 0;
   std::int64_t max_position_embeddings = 0;
   float rms_norm_eps = 1e-6f;
   RopeConfig rope;
-  bool qkv_bias = false;
-  bool o_bias = false;
+  bool qkv_bias = false;  // not with MLA
+  bool o_bias = false;    // with MLA also of what projects into the latents
   bool mlp_bias = false;  // of gate, up and down
   bool qk_norm = false;   // an RMSNorm over each head of q and of k, before RoPE
   // Row i of layers [first_window_layer, num_layers) sees positions (i - sliding_window, i]; 0: all
@@ -102,6 +120,8 @@ struct RopeFrequencies {
   std::vector<float> inv_freq;
   float attention_scaling = 1.0f;
 };
+// How much larger yarn makes what it multiplies; 1 for a factor that stretches nothing.
+double YarnMagnitude(double factor, double mscale);
 RopeFrequencies ComputeRopeFrequencies(const RopeConfig& config, std::int32_t rotary_dim);
 
 }  // namespace weft

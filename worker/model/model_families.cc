@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <string_view>
 #include <vector>
 
@@ -14,9 +15,6 @@ namespace weft {
 namespace {
 
 using nlohmann::json;
-
-constexpr std::int64_t kMaxLayers = 1 << 16;
-constexpr std::int32_t kMaxExperts = 1 << 12;
 
 // A key that would change the result and that only one value of is computed here. Null is as good
 // as absent.
@@ -104,58 +102,8 @@ struct Family {
   std::int64_t sliding_window = 0;  // when the key is absent
   // Reads what only this family has; `reads` are keys of kFixedKeys that it takes care of.
   void (*read_more)(JsonFields& fields, ModelConfig& config) = nullptr;
-  std::array<std::string_view, 6> reads = {};
+  std::array<std::string_view, 8> reads = {};
 };
-
-// Experts and how many of them a token gets, by the keys of the family.
-void ReadExpertCounts(JsonFields& fields, const std::string& num_experts_key, MoeConfig& moe) {
-  moe.num_experts = Dimension(fields, num_experts_key);
-  moe.experts_per_token = Dimension(fields, "num_experts_per_tok");
-  if (moe.num_experts > kMaxExperts) {
-    fields.Fail(num_experts_key, fmt::format("it must be at most {}", kMaxExperts));
-  }
-  if (moe.experts_per_token > moe.num_experts) {
-    fields.Fail("num_experts_per_tok",
-                fmt::format("it must be at most {}, {}", num_experts_key, moe.num_experts));
-  }
-}
-
-void ReadMixtralExperts(JsonFields& fields, ModelConfig& config) {
-  MoeConfig& moe = config.moe.emplace();
-  ReadExpertCounts(fields, "num_local_experts", moe);
-  moe.intermediate_size = config.intermediate_size;
-  moe.layers.assign(config.num_layers, true);
-  moe.normalize = true;
-  moe.block = "block_sparse_moe";
-  moe.gate = "w1";
-  moe.up = "w3";
-  moe.down = "w2";
-}
-
-void ReadQwen3Experts(JsonFields& fields, ModelConfig& config) {
-  MoeConfig& moe = config.moe.emplace();
-  const bool both = fields.Has("num_experts") && fields.Has("num_local_experts");
-  if (both && fields.Raw("num_experts") != fields.Raw("num_local_experts")) {
-    fields.Fail("num_local_experts", "num_experts says something else");
-  }
-  const bool old_key = fields.Has("num_experts");  // of transformers 4
-  ReadExpertCounts(fields, old_key ? "num_experts" : "num_local_experts", moe);
-  moe.intermediate_size = Dimension(fields, "moe_intermediate_size");
-  moe.normalize = fields.Bool("norm_topk_prob", false);
-  const std::int64_t step = fields.Int("decoder_sparse_step", 1, kMaxLayers, 1);
-  for (std::int32_t i = 0; i < config.num_layers; ++i) moe.layers.push_back((i + 1) % step == 0);
-  if (!fields.Has("mlp_only_layers")) return;
-  if (!fields.Raw("mlp_only_layers").is_array())
-    fields.Fail("mlp_only_layers", "it must be a list");
-  for (const json& layer : fields.Raw("mlp_only_layers")) {
-    if (!layer.is_number_unsigned() || layer >= config.num_layers) {
-      fields.Fail("mlp_only_layers",
-                  fmt::format("each must be a layer, in [0, {})", config.num_layers));
-      return;
-    }
-    moe.layers[layer.get<std::size_t>()] = false;
-  }
-}
 
 constexpr Family kFamilies[] = {
     {.architecture = "LlamaForCausalLM",
@@ -199,6 +147,21 @@ constexpr Family kFamilies[] = {
      .qk_norm = true,
      .read_more = ReadQwen3Experts,
      .reads = {"num_experts", "num_local_experts"}},
+    {.architecture = "DeepseekV2ForCausalLM",
+     .model_types = {"deepseek_v2"},
+     .max_position_embeddings = 2048,
+     .attention_bias = AttentionBias::kByKey,
+     .reads_mlp_bias = true,
+     .read_more = ReadDeepseekV2,
+     .reads = {"kv_lora_rank", "q_lora_rank", "n_routed_experts", "n_shared_experts",
+               "rope_interleave"}},
+    {.architecture = "DeepseekV3ForCausalLM",
+     .model_types = {"deepseek_v3", "kimi_k2"},
+     .max_position_embeddings = 4096,
+     .attention_bias = AttentionBias::kByKey,
+     .read_more = ReadDeepseekV3,
+     .reads = {"kv_lora_rank", "q_lora_rank", "n_routed_experts", "n_shared_experts",
+               "rope_interleave"}},
 };
 
 bool HasModelType(const Family& family, std::string_view model_type) {
@@ -259,7 +222,7 @@ void ReadWindow(JsonFields& fields, const Family& family, ModelConfig& config) {
   if (config.first_window_layer >= config.num_layers) config.sliding_window = 0;
 }
 
-void ReadHeads(JsonFields& fields, const Family& family, ModelConfig& config) {
+void ReadHeadCounts(JsonFields& fields, const Family& family, ModelConfig& config) {
   config.num_q_heads = Dimension(fields, "num_attention_heads");
   config.num_kv_heads = fields.Has("num_key_value_heads") ? Dimension(fields, "num_key_value_heads")
                         : family.num_kv_heads > 0         ? family.num_kv_heads
@@ -268,6 +231,9 @@ void ReadHeads(JsonFields& fields, const Family& family, ModelConfig& config) {
     fields.Fail("num_key_value_heads",
                 fmt::format("it must divide num_attention_heads, {}", config.num_q_heads));
   }
+}
+
+void ReadHeadDim(JsonFields& fields, const Family& family, ModelConfig& config) {
   const auto supported = [](std::int32_t head_dim) {
     return head_dim % 8 == 0 && head_dim <= kernels::kMaxHeadDim;
   };
@@ -291,6 +257,18 @@ void ReadHeads(JsonFields& fields, const Family& family, ModelConfig& config) {
     fields.Fail("num_attention_heads", fmt::format("times head_dim, {}, it must be at most {}",
                                                    config.head_dim, kMaxDimension));
   }
+  config.value_dim = config.head_dim;
+  config.rotary_dim = config.head_dim;
+}
+
+// Of q . k; the reference stretches it where RoPE is, in MLA alone.
+float AttentionScale(const ModelConfig& config) {
+  if (!config.mla.has_value()) return 1.0F / std::sqrt(static_cast<float>(config.head_dim));
+  double scale = 1.0 / std::sqrt(static_cast<double>(config.mla->qk_head_dim()));
+  if (config.rope.type != RopeType::kDefault && config.rope.mscale_all_dim != 0) {
+    scale *= std::pow(YarnMagnitude(config.rope.factor, config.rope.mscale_all_dim), 2);
+  }
+  return static_cast<float>(scale);
 }
 
 absl::StatusOr<ModelConfig> Read(JsonFields& fields, const Family& family) {
@@ -303,10 +281,12 @@ absl::StatusOr<ModelConfig> Read(JsonFields& fields, const Family& family) {
   config.intermediate_size = Dimension(fields, "intermediate_size");
   config.vocab_size = Dimension(fields, "vocab_size");
   RETURN_IF_ERROR(fields.status());
-  ReadHeads(fields, family, config);
+  ReadHeadCounts(fields, family, config);
   ReadWindow(fields, family, config);
   CheckLayerTypes(fields, config);
   if (family.read_more != nullptr) family.read_more(fields, config);
+  // transformers saves another head_dim with MLA.
+  if (!config.mla.has_value()) ReadHeadDim(fields, family, config);
   if (config.moe && std::count(config.moe->layers.begin(), config.moe->layers.end(), true) == 0) {
     config.moe.reset();
   }
@@ -316,7 +296,8 @@ absl::StatusOr<ModelConfig> Read(JsonFields& fields, const Family& family) {
       static_cast<float>(fields.Real("rms_norm_eps", 1e-30, 1, family.rms_norm_eps));
   config.o_bias =
       family.attention_bias == AttentionBias::kByKey && fields.Bool("attention_bias", false);
-  config.qkv_bias = config.o_bias || family.attention_bias == AttentionBias::kQkv;
+  config.qkv_bias =
+      (config.o_bias && !config.mla.has_value()) || family.attention_bias == AttentionBias::kQkv;
   config.mlp_bias = family.reads_mlp_bias && fields.Bool("mlp_bias", false);
   config.qk_norm = family.qk_norm;
   config.tie_word_embeddings = fields.Bool("tie_word_embeddings", false);
@@ -327,6 +308,7 @@ absl::StatusOr<ModelConfig> Read(JsonFields& fields, const Family& family) {
   RETURN_IF_ERROR(fields.status());
   ASSIGN_OR_RETURN(config.rope,
                    ReadRope(fields, config.max_position_embeddings, family.rope_theta));
+  config.attention_scale = AttentionScale(config);
   return config;
 }
 

@@ -62,6 +62,37 @@ std::int32_t LargestUsefulDcp(const ShardLayout& layout, const ModelConfig& conf
   return useful;
 }
 
+// What a rank holds and sends of its DCP group's other heads so that less is exchanged; a line
+// each.
+std::string ExtraWeights(const ModelConfig& config, const ShardLayout& layout, DType dtype) {
+  const std::int64_t others = layout.GroupQHeads().size() - layout.QHeads().size();
+  const std::int64_t received = std::int64_t{layout.decode_context_parallel_size() - 1} *
+                                layout.PaddedQHeads() * static_cast<std::int64_t>(sizeof(float));
+  const auto line = [&](std::string_view what, std::int64_t weights, std::int64_t floats) {
+    return fmt::format(
+        "{}: projected by every rank of a DCP group for all its heads; {:.1f} MB more weights on "
+        "rank {}, {} bytes fewer received per token\n",
+        what, static_cast<double>(config.num_layers * others * weights * DTypeBytes(dtype)) / 1e6,
+        layout.rank(), config.num_layers * received * floats);
+  };
+  std::string text;
+  if (layout.decode_context_parallel_size() == 1) return text;
+  if (!layout.GathersQueries()) {
+    std::int64_t weights = std::int64_t{config.head_dim} * config.hidden_size;
+    if (config.mla.has_value()) {
+      const MlaConfig& mla = *config.mla;
+      const std::int64_t from = mla.q_lora_rank > 0 ? mla.q_lora_rank : config.hidden_size;
+      weights = mla.qk_head_dim() * from + std::int64_t{mla.qk_nope_head_dim} * mla.kv_lora_rank;
+    }
+    text += line("queries", weights, config.head_dim);
+  }
+  const std::int64_t merged = MergedDim(config, layout);
+  if (merged < config.value_dim) {
+    text += line("values", merged * config.value_dim, config.value_dim - merged);
+  }
+  return text;
+}
+
 // A model as its files describe it, before any weight is read.
 struct Described {
   ModelConfig config;
@@ -104,6 +135,7 @@ absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kerne
   const KvCacheShape shape{.num_layers = config.num_layers,
                            .num_kv_heads = layout.GroupKvHeads().size(),
                            .head_dim = config.head_dim,
+                           .value_dim = config.mla.has_value() ? 0 : config.value_dim,
                            .block_tokens_per_rank = layout.block_tokens_per_rank(),
                            .dtype = kv_dtype};
   const int num_layers = config.num_layers;
@@ -159,19 +191,7 @@ std::string RankModel::Summary(std::int32_t group_blocks, std::int64_t max_model
       layout.interleave(), kv_shape.BytesPerLocalToken() / n, layout.KvCopies(),
       DTypeName(kv_shape.dtype), group_blocks, capacity,
       static_cast<double>(capacity) / static_cast<double>(max_model_len), max_model_len);
-  if (n > 1 && !layout.GathersQueries()) {
-    const std::int64_t heads = layout.ProjectedQHeads().size() - layout.QHeads().size();
-    const std::int64_t layers = config.num_layers;
-    text += fmt::format(
-        "queries: projected by every rank of a DCP group for all its heads; {:.1f} MB more weights "
-        "on rank {}, {} bytes fewer received per token\n",
-        static_cast<double>(layers * heads * config.head_dim * config.hidden_size *
-                            DTypeBytes(dtype)) /
-            1e6,
-        layout.rank(),
-        layers * (n - 1) * layout.PaddedQHeads() * config.head_dim *
-            static_cast<std::int64_t>(sizeof(float)));
-  }
+  text += ExtraWeights(config, layout, dtype);
   const std::int32_t useful = LargestUsefulDcp(layout, config);
   if (n > useful) {
     text += fmt::format(

@@ -30,14 +30,15 @@ std::int64_t RankRunner::MaxCollectiveBytes(const ModelConfig& config, const Sha
 
 RankRunner::RankRunner(const ModelConfig& config, const ShardLayout& layout,
                        const DecoderWeights& weights, Communicator& world,
-                       const RunnerOptions& options, kernels::Stream& stream, GqaLayer attention)
+                       const RunnerOptions& options, kernels::Stream& stream,
+                       std::unique_ptr<AttentionLayer> attention)
     : config_(config),
       layout_(layout),
       weights_(weights),
       world_(world),
       options_(options),
       stream_(stream),
-      rope_(ComputeRopeFrequencies(config.rope, config.head_dim)),
+      rope_(ComputeRopeFrequencies(config.rope, config.rotary_dim)),
       vocab_(layout.Slice(config.vocab_size)),
       padded_vocab_(CeilDiv(config.vocab_size, layout.tensor_parallel_size())),
       attention_(std::move(attention)),
@@ -51,9 +52,12 @@ absl::StatusOr<std::unique_ptr<RankRunner>> RankRunner::Create(
     const ModelConfig& config, const ShardLayout& layout, const DecoderWeights& weights,
     KvCache& cache, Communicator& world, Communicator& dcp, const RunnerOptions& options,
     kernels::Stream& stream) {
-  ASSIGN_OR_RETURN(GqaLayer attention,
-                   GqaLayer::Create(config, layout, options.max_num_batched_tokens,
-                                    options.exchange, cache, dcp, stream));
+  ASSIGN_OR_RETURN(PagedAttention paged,
+                   PagedAttention::Create(config, layout, options.max_num_batched_tokens,
+                                          options.exchange, cache, dcp, stream));
+  ASSIGN_OR_RETURN(
+      std::unique_ptr<AttentionLayer> attention,
+      MakeAttentionLayer(config, layout, options.max_num_batched_tokens, std::move(paged)));
   std::unique_ptr<RankRunner> runner(
       new RankRunner(config, layout, weights, world, options, stream, std::move(attention)));
   if (config.moe.has_value()) {
@@ -77,7 +81,7 @@ absl::Status RankRunner::AllocateWorkspace() {
   ASSIGN_OR_RETURN(normed_, Buffer::Allocate(rows * config_.hidden_size * kFloat));
   ASSIGN_OR_RETURN(gate_up_, Buffer::Allocate(rows * 2 * intermediate * kFloat));
   ASSIGN_OR_RETURN(activated_, Buffer::Allocate(rows * intermediate * kFloat));
-  ASSIGN_OR_RETURN(rope_tables_, Buffer::Allocate(4 * rows * config_.head_dim / 2 * kFloat));
+  ASSIGN_OR_RETURN(rope_tables_, Buffer::Allocate(4 * rows * config_.rotary_dim / 2 * kFloat));
   ASSIGN_OR_RETURN(logits_, Buffer::Allocate(sampled * padded_vocab_ * kFloat));
   ASSIGN_OR_RETURN(whole_send_, Buffer::Allocate(sampled * padded_vocab_ * kFloat));
   if (layout_.rank() == 0) {
@@ -97,7 +101,7 @@ absl::Status RankRunner::AllocateWorkspace() {
 }
 
 std::int64_t RankRunner::workspace_bytes() const {
-  std::int64_t bytes = attention_.workspace_bytes();
+  std::int64_t bytes = attention_->workspace_bytes();
   if (moe_.has_value()) bytes += moe_->workspace_bytes();
   for (const kernels::Buffer* buffer : {&x_, &normed_, &gate_up_, &activated_, &rope_tables_,
                                         &logits_, &whole_send_, &whole_rows_, &whole_row_}) {
@@ -116,7 +120,7 @@ void RankRunner::PrepareStep(const StepPlan& plan, absl::Span<const std::int32_t
   }
 
   // cos and sin of all rows, then those of the owned rows again, packed.
-  const std::int32_t half = config_.head_dim / 2;
+  const std::int32_t half = config_.rotary_dim / 2;
   const std::int64_t table = static_cast<std::int64_t>(options_.max_num_batched_tokens) * half;
   float* cos = rope_tables_.as<float>();
   float* sin = cos + table;
@@ -191,14 +195,14 @@ absl::Status RankRunner::RunLayers() {
   const std::int32_t num_rows = rows_.num_rows();
   const std::int64_t x_count = static_cast<std::int64_t>(num_rows) * config_.hidden_size;
   const std::int64_t table =
-      static_cast<std::int64_t>(options_.max_num_batched_tokens) * config_.head_dim / 2;
+      static_cast<std::int64_t>(options_.max_num_batched_tokens) * config_.rotary_dim / 2;
   const float* cos = rope_tables_.as<float>();
-  const GqaLayer::Step step{.rows = rows_,
-                            .slots = slots_,
-                            .cos = cos,
-                            .sin = cos + table,
-                            .owned_cos = cos + 2 * table,
-                            .owned_sin = cos + 3 * table};
+  const AttentionStep step{.rows = rows_,
+                           .slots = slots_,
+                           .cos = cos,
+                           .sin = cos + table,
+                           .owned_cos = cos + 2 * table,
+                           .owned_sin = cos + 3 * table};
 
   RETURN_IF_ERROR(kernels::Embedding({.weight = &weights_.embedding,
                                       .ids = token_ids_.data(),
@@ -217,9 +221,9 @@ absl::Status RankRunner::RunLayers() {
                                       .size = config_.hidden_size,
                                       .eps = config_.rms_norm_eps},
                                      stream_));
-    RETURN_IF_ERROR(attention_.Run(layer, weights, step, normed_.as<float>(),
-                                   layout_.rank() == 0 ? x_.as<float>() : nullptr, x_.as<float>(),
-                                   stream_));
+    RETURN_IF_ERROR(attention_->Run(layer, weights, step, normed_.as<float>(),
+                                    layout_.rank() == 0 ? x_.as<float>() : nullptr, x_.as<float>(),
+                                    stream_));
     RETURN_IF_ERROR(world_.AllReduceSum(x_.as<float>(), x_count, DType::kFloat32, stream_));
     RETURN_IF_ERROR(RunMlp(layer));
     if (options_.progress != nullptr) options_.progress->fetch_add(1, std::memory_order_relaxed);

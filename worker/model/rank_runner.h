@@ -13,8 +13,8 @@
 #include "kernels/gumbel_argmax.h"
 #include "worker/engine/step_plan.h"
 #include "worker/group/communicator.h"
+#include "worker/model/attention_layer.h"
 #include "worker/model/decoder_weights.h"
-#include "worker/model/gqa_layer.h"
 #include "worker/model/kv_cache.h"
 #include "worker/model/model_config.h"
 #include "worker/model/moe_layer.h"
@@ -68,7 +68,7 @@ class RankRunner {
  private:
   RankRunner(const ModelConfig& config, const ShardLayout& layout, const DecoderWeights& weights,
              Communicator& world, const RunnerOptions& options, kernels::Stream& stream,
-             GqaLayer attention);
+             std::unique_ptr<AttentionLayer> attention);
 
   absl::Status AllocateWorkspace();
   void PrepareStep(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
@@ -90,7 +90,7 @@ class RankRunner {
   const RopeFrequencies rope_;
   const IndexRange vocab_;           // this rank's slice
   const std::int32_t padded_vocab_;  // ceil(vocab_size / T): a rank's part of a whole row
-  GqaLayer attention_;
+  const std::unique_ptr<AttentionLayer> attention_;
   std::optional<MoeLayer> moe_;
   SlotTable slots_;
   StepRows rows_;
@@ -101,7 +101,7 @@ class RankRunner {
   kernels::Buffer normed_;               // [rows, hidden]
   kernels::Buffer gate_up_;              // [rows, 2 * own intermediate]
   kernels::Buffer activated_;            // [rows, own intermediate]
-  kernels::Buffer rope_tables_;  // cos, sin, owned cos, owned sin: [rows, head_dim / 2] each
+  kernels::Buffer rope_tables_;  // cos, sin, owned cos, owned sin: [rows, rotary_dim / 2] each
   kernels::Buffer logits_;       // [sampled, padded_vocab]
   kernels::Buffer whole_send_;   // [whole rows, padded_vocab]
   kernels::Buffer whole_rows_;   // leader: [T, whole rows, padded_vocab]

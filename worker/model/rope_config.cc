@@ -57,6 +57,7 @@ void ReadRopeScaling(JsonFields& fields, std::int64_t max_position_embeddings, R
   rope.type = ReadRopeType(fields);
   if (rope.type == RopeType::kDefault) return;
   rope.factor = fields.Real("factor", 1e-6, kMaxFactor);
+  rope.mscale_all_dim = fields.Real("mscale_all_dim", 0, kMaxFactor, 0);  // MLA, with any type
   if (rope.type == RopeType::kLinear) return;
   rope.original_max_position_embeddings =
       fields.Int("original_max_position_embeddings", 1, kMaxPositions,
@@ -74,7 +75,6 @@ void ReadRopeScaling(JsonFields& fields, std::int64_t max_position_embeddings, R
   rope.beta_fast = fields.Real("beta_fast", 1e-6, kMaxFactor, rope.beta_fast);
   rope.beta_slow = fields.Real("beta_slow", 1e-6, kMaxFactor, rope.beta_slow);
   rope.mscale = fields.Real("mscale", 0, kMaxFactor, 0);
-  rope.mscale_all_dim = fields.Real("mscale_all_dim", 0, kMaxFactor, 0);
   rope.truncate = fields.Bool("truncate", true);
   if (fields.Has("attention_factor")) {
     rope.attention_factor = fields.Real("attention_factor", 1e-6, kMaxFactor);

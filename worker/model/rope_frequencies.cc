@@ -51,10 +51,6 @@ YarnRamp MakeYarnRamp(const RopeConfig& config, std::int32_t rotary_dim) {
   return {static_cast<float>(low), static_cast<float>(high - low)};
 }
 
-double YarnMagnitude(double factor, double mscale) {
-  return factor <= 1 ? 1.0 : 0.1 * mscale * std::log(factor) + 1.0;
-}
-
 double YarnAttentionScaling(const RopeConfig& config) {
   if (config.attention_factor) return *config.attention_factor;
   if (config.mscale != 0 && config.mscale_all_dim != 0) {
@@ -65,6 +61,10 @@ double YarnAttentionScaling(const RopeConfig& config) {
 }
 
 }  // namespace
+
+double YarnMagnitude(double factor, double mscale) {
+  return factor <= 1 ? 1.0 : 0.1 * mscale * std::log(factor) + 1.0;
+}
 
 RopeFrequencies ComputeRopeFrequencies(const RopeConfig& config, std::int32_t rotary_dim) {
   CHECK(rotary_dim > 0 && rotary_dim % 2 == 0);

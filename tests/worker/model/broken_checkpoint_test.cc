@@ -103,7 +103,8 @@ TEST(CheckTensorsTest, RefusesWeightsThatTheModelWouldLeaveOut) {
 INSTANTIATE_TEST_SUITE_P(Committed, BrokenCheckpointTest,
                          testing::Values("llama_gqa", "llama3_rope"));
 INSTANTIATE_TEST_SUITE_P(Families, BrokenCheckpointTest,
-                         testing::Values("qwen2", "qwen3", "mistral_window", "qwen3_moe_norm"));
+                         testing::Values("qwen2", "qwen3", "mistral_window", "qwen3_moe_norm",
+                                         "deepseek_v2_lite", "deepseek_v3_noqlora"));
 
 }  // namespace
 }  // namespace weft

@@ -1,6 +1,8 @@
 #include "worker/model/model_config.h"
 
+#include <cmath>
 #include <fstream>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -428,6 +430,101 @@ TEST(ModelConfigTest, RefusesExpertCountsThatCannotBe) {
   ExpectRefused(LoadQwen3Moe({{"n_shared_experts", 1}}), "n_shared_experts", "1");
   ExpectRefused(LoadQwen3Moe({{"shared_expert_intermediate_size", 64}}),
                 "shared_expert_intermediate_size", "64");
+}
+
+absl::StatusOr<ModelConfig> LoadDeepseek(int version, const Changes& changes = {}) {
+  Changes all = {
+      {"num_key_value_heads", 8}, {"q_lora_rank", nullptr},    {"kv_lora_rank", 32},
+      {"qk_nope_head_dim", 16},   {"qk_rope_head_dim", 8},     {"v_head_dim", 24},
+      {"n_routed_experts", 8},    {"num_experts_per_tok", 3},  {"moe_intermediate_size", 40},
+      {"n_shared_experts", 2},    {"first_k_dense_replace", 1}};
+  all.insert(all.end(), changes.begin(), changes.end());
+  return LoadFamily(version == 2 ? "DeepseekV2ForCausalLM" : "DeepseekV3ForCausalLM",
+                    version == 2 ? "deepseek_v2" : "deepseek_v3", all);
+}
+
+TEST(ModelConfigTest, MlaCachesOneLatentWhateverHeadDimSays) {
+  for (int version : {2, 3}) {
+    const auto config = LoadDeepseek(version, {{"head_dim", 8}, {"n_group", 1}, {"topk_group", 1}});
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->num_q_heads, 8);
+    EXPECT_EQ(config->num_kv_heads, 1);
+    EXPECT_EQ(config->head_dim, 40);
+    EXPECT_EQ(config->value_dim, 32);
+    EXPECT_EQ(config->rotary_dim, 8);
+    EXPECT_EQ(config->mla->q_lora_rank, 0);
+    EXPECT_TRUE(config->mla->rope_interleave);
+    EXPECT_EQ(config->moe->shared_intermediate_size, 80);
+    EXPECT_TRUE(!config->HasExperts(0) && config->HasExperts(1));
+    EXPECT_FLOAT_EQ(config->attention_scale, 1 / std::sqrt(24.0F));
+  }
+  EXPECT_EQ(LoadDeepseek(2, {{"q_lora_rank", 48}})->mla->q_lora_rank, 48);
+  ExpectRefused(LoadDeepseek(2, {{"num_key_value_heads", 2}}), "num_key_value_heads", "2");
+  ExpectRefused(LoadDeepseek(2, {{"qk_rope_head_dim", 9}}), "qk_rope_head_dim", "9");
+  ExpectRefused(LoadDeepseek(2, {{"kv_lora_rank", 36}}), "kv_lora_rank", "36");
+  ExpectRefused(LoadDeepseek(2, {{"kv_lora_rank", 1024}}), "kv_lora_rank", "1024");
+}
+
+TEST(ModelConfigTest, YarnStretchesTheScaleOfMlaAlone) {
+  const json yarn = {
+      {"rope_type", "yarn"}, {"factor", 40}, {"mscale", 0.707}, {"mscale_all_dim", 0.5}};
+  const float m = 0.1F * 0.5F * std::log(40.0F) + 1;
+  EXPECT_FLOAT_EQ(LoadDeepseek(2, {{"rope_scaling", yarn}})->attention_scale,
+                  m * m / std::sqrt(24.0F));
+  EXPECT_FLOAT_EQ(LoadWith({{"rope_scaling", yarn}})->attention_scale, 0.25F);
+  const json linear = {{"rope_type", "linear"}, {"factor", 40}, {"mscale_all_dim", 0.5}};
+  EXPECT_FLOAT_EQ(LoadDeepseek(2, {{"rope_scaling", linear}})->attention_scale,
+                  m * m / std::sqrt(24.0F));
+}
+
+TEST(ModelConfigTest, DeepseekRoutesByVersionAndMethod) {
+  const auto greedy = LoadDeepseek(2, {{"norm_topk_prob", true}, {"routed_scaling_factor", 2.0}});
+  ASSERT_TRUE(greedy.ok()) << greedy.status();
+  EXPECT_EQ(greedy->moe->group_score, kernels::GroupScore::kNone);
+  EXPECT_FALSE(greedy->moe->normalize || greedy->moe->score_bias);  // as in the reference
+  EXPECT_EQ(greedy->moe->scale, 2.0F);
+  const auto limited =
+      LoadDeepseek(2, {{"topk_method", "group_limited_greedy"}, {"n_group", 4}, {"topk_group", 2}});
+  ASSERT_TRUE(limited.ok()) << limited.status();
+  EXPECT_EQ(limited->moe->group_score, kernels::GroupScore::kBest);
+  EXPECT_EQ(limited->moe->num_groups, 4);
+  EXPECT_EQ(limited->moe->groups_per_token, 2);
+  const auto v3 = LoadDeepseek(3);
+  ASSERT_TRUE(v3.ok()) << v3.status();
+  EXPECT_EQ(v3->moe->score, kernels::ExpertScore::kSigmoid);
+  EXPECT_EQ(v3->moe->group_score, kernels::GroupScore::kSumOfBestTwo);
+  EXPECT_EQ(v3->moe->num_groups, 8);  // n_group's default
+  EXPECT_EQ(v3->moe->groups_per_token, 4);
+  EXPECT_EQ(v3->moe->scale, 2.5F);
+  EXPECT_TRUE(v3->moe->normalize && v3->moe->score_bias);
+
+  ExpectRefused(LoadDeepseek(2, {{"topk_method", "noaux_tc"}}), "topk_method", "noaux_tc");
+  ExpectRefused(LoadDeepseek(3, {{"topk_method", "greedy"}}), "topk_method", "greedy");
+  ExpectRefused(LoadDeepseek(2, {{"scoring_func", "sigmoid"}}), "scoring_func", "sigmoid");
+  ExpectRefused(LoadDeepseek(3, {{"n_group", 3}}), "n_group", "3");
+  ExpectRefused(LoadDeepseek(3, {{"n_group", 4}, {"topk_group", 5}}), "topk_group", "5");
+  ExpectRefused(LoadDeepseek(3, {{"n_group", 8}, {"topk_group", 2}}), "num_experts_per_tok", "3");
+  ExpectRefused(LoadDeepseek(3, {{"moe_layer_freq", 2}}), "moe_layer_freq", "2");
+  ExpectRefused(LoadDeepseek(3, {{"mlp_bias", true}}), "mlp_bias", "true");
+}
+
+TEST(ModelConfigTest, ReadsPublishedConfigs) {
+  struct Case {
+    const char* name;
+    int num_layers, kv_floats;  // a token of a layer caches
+  };
+  for (const Case& c :
+       {Case{"deepseek-r1", 61, 576}, Case{"deepseek-v2-lite", 27, 576}, Case{"kimi-k2", 61, 576},
+        Case{"llama-3.1-8b", 32, 2048}, Case{"qwen3-235b-a22b", 94, 1024}}) {
+    SCOPED_TRACE(c.name);
+    WEFT_GOLDEN_OR_SKIP(path, std::string("configs/") + c.name + ".json");
+    std::ifstream in(path);
+    const auto config = LoadText(std::string(std::istreambuf_iterator<char>(in), {}));
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->num_layers, c.num_layers);
+    EXPECT_EQ(config->num_kv_heads * config->head_dim * (config->mla.has_value() ? 1 : 2),
+              c.kv_floats);
+  }
 }
 
 TEST(ModelConfigTest, AttentionBiasMeansWhatItMeansInItsFamily) {

@@ -1,0 +1,114 @@
+#include "worker/model/paged_attention.h"
+
+#include <utility>
+
+#include "kernels/attention.h"
+#include "kernels/elementwise.h"
+#include "server/base/status_macros.h"
+
+namespace weft {
+
+PagedAttention::PagedAttention(const ModelConfig& config, const ShardLayout& layout, KvCache& cache,
+                               DcpAttention dcp_attention)
+    : config_(&config),
+      cache_(&cache),
+      dcp_attention_(std::move(dcp_attention)),
+      group_heads_(layout.GroupQHeads()),
+      kv_heads_(layout.GroupKvHeads()),
+      q_per_kv_(layout.q_per_kv()),
+      block_tokens_per_rank_(layout.block_tokens_per_rank()) {}
+
+absl::StatusOr<PagedAttention> PagedAttention::Create(const ModelConfig& config,
+                                                      const ShardLayout& layout,
+                                                      std::int32_t max_rows, DcpExchange exchange,
+                                                      KvCache& cache, Communicator& dcp,
+                                                      kernels::Stream& stream) {
+  const std::int32_t merged_dim = MergedDim(config, layout);
+  ASSIGN_OR_RETURN(
+      DcpAttention dcp_attention,
+      DcpAttention::Create(layout, config.head_dim, merged_dim, max_rows, exchange, dcp));
+  PagedAttention attention(config, layout, cache, std::move(dcp_attention));
+  ASSIGN_OR_RETURN(attention.owned_x_,
+                   kernels::Buffer::Allocate(std::int64_t{max_rows} * config.hidden_size *
+                                             static_cast<std::int64_t>(sizeof(float))));
+  if (merged_dim < config.value_dim) {
+    ASSIGN_OR_RETURN(
+        attention.attended_,
+        kernels::Buffer::Allocate(std::int64_t{max_rows} * attention.group_heads_.size() *
+                                  config.value_dim * static_cast<std::int64_t>(sizeof(float))));
+  }
+  ASSIGN_OR_RETURN(
+      attention.workspace_,
+      kernels::Buffer::Allocate(kernels::GqaAttentionWorkspaceBytes(
+          max_rows, attention.group_heads_.size(), config.head_dim, config.value_dim, stream)));
+  return attention;
+}
+
+std::int64_t PagedAttention::workspace_bytes() const {
+  return dcp_attention_.workspace_bytes() + owned_x_.size_bytes() + attended_.size_bytes() +
+         workspace_.size_bytes();
+}
+
+absl::StatusOr<const float*> PagedAttention::OwnedRows(const AttentionStep& step, const float* x,
+                                                       kernels::Stream& stream) {
+  const auto num_owned = static_cast<std::int32_t>(step.rows.owned_row.size());
+  if (num_owned == step.rows.num_rows()) return x;
+  RETURN_IF_ERROR(kernels::GatherRows({.in = x,
+                                       .index = step.rows.owned_row.data(),
+                                       .out = owned_x_.as<float>(),
+                                       .num_rows = num_owned,
+                                       .size = config_->hidden_size},
+                                      stream));
+  return owned_x_.as<float>();
+}
+
+absl::Status PagedAttention::Append(std::int32_t layer, const AttentionStep& step, const float* k,
+                                    const float* v, std::int64_t kv_stride,
+                                    kernels::Stream& stream) {
+  return kernels::KvAppend({.k = k,
+                            .v = v,
+                            .slots = step.rows.owned_kv_slot.data(),
+                            .k_blocks = cache_->k_blocks(layer),
+                            .v_blocks = cache_->v_blocks(layer),
+                            .num_rows = static_cast<std::int32_t>(step.rows.owned_row.size()),
+                            .num_kv_heads = kv_heads_.size(),
+                            .head_dim = config_->head_dim,
+                            .block_tokens_per_rank = block_tokens_per_rank_,
+                            .kv_stride = kv_stride,
+                            .kv_dtype = cache_->shape().dtype},
+                           stream);
+}
+
+absl::StatusOr<const float*> PagedAttention::Attend(std::int32_t layer, const AttentionStep& step,
+                                                    kernels::Stream& stream) {
+  const std::int32_t num_rows = step.rows.num_rows();
+  ASSIGN_OR_RETURN(const float* group_q, dcp_attention_.GatherQueries(num_rows, stream));
+  float* out = attended_.size_bytes() > 0 ? attended_.as<float>() : Partial();
+  const std::vector<std::int32_t>& first_visible =
+      config_->HasWindow(layer) ? step.rows.first_in_window : step.rows.first_visible;
+  RETURN_IF_ERROR(kernels::GqaAttention({.q = group_q,
+                                         .k_blocks = cache_->k_blocks(layer),
+                                         .v_blocks = cache_->v_blocks(layer),
+                                         .block_table = step.slots.block_table(),
+                                         .row_slot = step.rows.slot.data(),
+                                         .first_visible = first_visible.data(),
+                                         .visible_len = step.rows.visible_len.data(),
+                                         .out = out,
+                                         .lse = dcp_attention_.PartialLse(),
+                                         .num_rows = num_rows,
+                                         .num_q_heads = group_heads_.size(),
+                                         .num_kv_heads = kv_heads_.size(),
+                                         .first_q_head = group_heads_.begin,
+                                         .first_kv_head = kv_heads_.begin,
+                                         .q_per_kv = q_per_kv_,
+                                         .head_dim = config_->head_dim,
+                                         .value_dim = config_->value_dim,
+                                         .block_tokens_per_rank = block_tokens_per_rank_,
+                                         .max_blocks_per_seq = step.slots.max_blocks_per_seq(),
+                                         .kv_dtype = cache_->shape().dtype,
+                                         .scale = config_->attention_scale},
+                                        workspace_.data(), stream));
+  return out;
+}
+
+}  // namespace weft
