@@ -34,6 +34,19 @@ yarn = {"type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale"
 del base["rope_parameters"]
 seed("model_config_fuzzer", "yarn", json.dumps(base | {"rope_scaling": yarn, "eos_token_id": [2, 3]}).encode())
 
+experts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 32, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": True}
+seed("model_config_fuzzer", "qwen3_moe", json.dumps(base | experts).encode())
+latent = json.loads((data / "deepseek_v2_lite" / "config.json").read_text())
+grouped = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+seed("model_config_fuzzer", "deepseek_v2_group", json.dumps(latent | grouped).encode())
+v3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "topk_method": "noaux_tc", "n_group": 4,
+      "topk_group": 2, "q_lora_rank": 24, "rope_interleave": False, "rope_scaling": yarn, "rope_parameters": None}
+seed("model_config_fuzzer", "deepseek_v3", json.dumps(latent | v3).encode())
+window = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9,
+          "max_window_layers": 1, "layer_types": ["full_attention", "sliding_attention"]}
+seed("model_config_fuzzer", "window", json.dumps(base | window).encode())
+
 # step_plan.cc: header, previous tokens, sampling deltas, table deltas, blocks, sequences, token ids.
 plan = struct.pack("<IIQ6I", 0x54464557, 1, 7, 2, 1, 1, 2, 2, 4)
 plan += struct.pack("<2i", 5, 6)
