@@ -17,10 +17,9 @@ float GumbelNoise(std::uint64_t seed, std::int64_t position, std::int32_t token_
 struct ArgmaxResult {
   float score;            // logit / temperature + noise, or the logit when greedy
   float logsumexp;        // of the slice's raw logits (temperature not applied)
-  float logit;            // raw logit of token_id
   std::int32_t token_id;  // lowest id among equal scores
   // If a logit of the row is NaN: token_id = -1, score = +inf (so that the slice wins and is seen),
-  // logsumexp and logit NaN.
+  // logsumexp NaN.
 };
 
 // Greedy and plain temperature sampling over this rank's slice of the vocabulary. The whole

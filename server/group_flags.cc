@@ -18,7 +18,7 @@ constexpr std::int32_t kMaxWaiting = 1 << 20;
 constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 // Every flag of AddTo(), so that Arguments() passes on these and nothing of the caller's own.
-constexpr std::array<std::string_view, 23> kNames = {
+constexpr std::array<std::string_view, 29> kNames = {
     "--model",
     "--served-model-name",
     "--log-level",
@@ -35,6 +35,12 @@ constexpr std::array<std::string_view, 23> kNames = {
     "--max-num-batched-tokens",
     "--max-num-waiting",
     "--async-scheduling",
+    "--max-logprobs",
+    "--max-stop-token-ids",
+    "--max-logit-bias-entries",
+    "--max-allowed-token-ids",
+    "--max-bad-words",
+    "--max-bad-word-tokens",
     "--dtype",
     "--kv-cache-dtype",
     "--kv-cache-memory-bytes",
@@ -70,6 +76,24 @@ std::string CommonFlags::ServedModelName() const {
   std::string_view path = model;
   while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
   return std::string(path.substr(path.rfind('/') + 1));
+}
+
+void RequestLimits::AddTo(OptionParser& parser) {
+  parser.Group("Limits of a request");
+  parser.Add(
+      "--max-logprobs", &max_logprobs,
+      "Most probable tokens told with each token; -1: the vocabulary, also for requests that "
+      "ask for -1",
+      Range(-1, kMaxInt32));
+  parser.Add("--max-stop-token-ids", &max_stop_token_ids, "Entries of stop_token_ids",
+             Range(0, kMaxInt32));
+  parser.Add("--max-logit-bias-entries", &max_logit_bias_entries, "Entries of logit_bias",
+             Range(0, kMaxInt32));
+  parser.Add("--max-allowed-token-ids", &max_allowed_token_ids, "Entries of allowed_token_ids",
+             Range(0, kMaxInt32));
+  parser.Add("--max-bad-words", &max_bad_words, "Sequences in bad_words", Range(0, kMaxInt32));
+  parser.Add("--max-bad-word-tokens", &max_bad_word_tokens, "Tokens of one of them",
+             Range(0, kMaxInt32));
 }
 
 void GroupFlags::AddTo(OptionParser& parser) {
@@ -112,6 +136,8 @@ void GroupFlags::AddTo(OptionParser& parser) {
   parser.Add("--max-num-waiting", &max_num_waiting, "Requests that may wait for a place",
              Range(1, kMaxWaiting));
   parser.Add("--async-scheduling", &async_scheduling, "Plan a step while the one before runs");
+
+  request_limits.AddTo(parser);
 
   parser.Group("Memory");
   parser.AddChoice("--kv-cache-dtype", &kv_cache_dtype, dtypes, "Of the KV cache");

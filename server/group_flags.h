@@ -26,6 +26,18 @@ struct CommonFlags {
   std::string ServedModelName() const;
 };
 
+// The most that one request may ask for.
+struct RequestLimits {
+  std::int32_t max_logprobs = 20;  // -1: the vocabulary
+  std::int32_t max_stop_token_ids = 1024;
+  std::int32_t max_logit_bias_entries = 1024;
+  std::int32_t max_allowed_token_ids = 1 << 20;
+  std::int32_t max_bad_words = 1024;
+  std::int32_t max_bad_word_tokens = 128;
+
+  void AddTo(OptionParser& parser);
+};
+
 // What makes a group: the model, its layout, and the engine's limits. One table for weft-worker,
 // which acts on it, and for `weft serve` and `weft generate`, which pass it on. Names are vLLM's
 // where it has them.
@@ -44,6 +56,8 @@ struct GroupFlags : CommonFlags {
   std::int32_t max_num_batched_tokens = 256;
   std::int32_t max_num_waiting = 1024;
   bool async_scheduling = true;
+
+  RequestLimits request_limits;
 
   std::string dtype = "auto";
   std::string kv_cache_dtype = "auto";

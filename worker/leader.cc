@@ -1,6 +1,7 @@
 #include "worker/leader.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/time/clock.h"
@@ -30,6 +31,7 @@ Leader::~Leader() {
 }
 
 absl::StatusOr<RequestId> Leader::Submit(EngineRequest request, std::shared_ptr<TokenSink> sink) {
+  RETURN_IF_ERROR(CheckRequest(request, engine_->options()));
   const RequestId id{next_id_.fetch_add(1, std::memory_order_relaxed)};
   request.id = id;
   num_requests_.fetch_add(1, std::memory_order_relaxed);
@@ -89,9 +91,11 @@ void Leader::HandleInbox(std::vector<Message>& inbox) {
 std::optional<StepResult> Leader::TakeResult() {
   MutexLock lock(mutex_);
   if (results_taken_ == executed_) return std::nullopt;
-  const Result& result = results_[results_taken_ % 2];
+  Result& result = results_[results_taken_ % 2];
   ++results_taken_;
-  return StepResult{.step = result.step, .token_ids = result.token_ids};
+  return StepResult{.step = result.step,
+                    .token_ids = result.token_ids,
+                    .logprobs = absl::MakeSpan(result.logprobs)};
 }
 
 void Leader::DeliverEvents() {
@@ -153,10 +157,12 @@ absl::Status Leader::RunExecutor(Rank& rank) {
       if (stopping_) return absl::OkStatus();
     }
     const StepPlan& plan = plans_[step % 2];
-    ASSIGN_OR_RETURN(absl::Span<const std::int32_t> tokens, rank.RunStep(plan));
+    ASSIGN_OR_RETURN(const StepOutput output, rank.RunStep(plan));
     Result& result = results_[step % 2];
     result.step = plan.step;
-    result.token_ids.assign(tokens.begin(), tokens.end());
+    result.token_ids.assign(output.token_ids.begin(), output.token_ids.end());
+    result.logprobs.assign(std::make_move_iterator(output.logprobs.begin()),
+                           std::make_move_iterator(output.logprobs.end()));
     {
       MutexLock lock(mutex_);
       ++executed_;

@@ -39,8 +39,9 @@ class Leader {
   Leader(const Leader&) = delete;
   Leader& operator=(const Leader&) = delete;
 
-  // Hands a request over; `request.id` is overwritten and returned. RESOURCE_EXHAUSTED when the
-  // queue to the engine is full. Everything else that is wrong with it comes by OnRefused().
+  // Checks a request (CheckRequest()) and hands it over; `request.id` is overwritten and returned.
+  // RESOURCE_EXHAUSTED when the queue to the engine is full. That max_num_waiting are queued comes
+  // by OnRefused().
   absl::StatusOr<RequestId> Submit(EngineRequest request, std::shared_ptr<TokenSink> sink);
   // Ends a request at the next step with kAborted; ids that have ended are ignored. Never waits:
   // sinks may call it.
@@ -91,6 +92,7 @@ class Leader {
   struct Result {
     std::uint64_t step = 0;
     std::vector<std::int32_t> token_ids;
+    std::vector<PositionLogprobs> logprobs;
   };
   Result results_[2];                // likewise
   std::uint64_t results_taken_ = 0;  // engine thread

@@ -1,9 +1,9 @@
 #include "worker/rank.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "fmt/format.h"
 #include "server/base/check.h"
 #include "server/base/status_macros.h"
@@ -146,11 +146,12 @@ absl::Status Rank::SendPlan(const StepPlan& plan) {
   if (world_->size() == 1) return absl::OkStatus();
   // The previous step's collectives have ended on every rank, so its plan has long arrived; its
   // completions may still wait to be seen.
-  const absl::Time deadline = absl::Now() + options_.stall_timeout;
+  const auto deadline =
+      std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(options_.stall_timeout);
   while (sends_in_flight_ > 0) {
     if (fabric_.Progress()) continue;
     fabric_.Wait(absl::Milliseconds(10));
-    if (absl::Now() > deadline) {
+    if (std::chrono::steady_clock::now() > deadline) {
       return absl::UnavailableError(fmt::format("a follower took no plan for {}",
                                                 absl::FormatDuration(options_.stall_timeout)));
     }
@@ -169,13 +170,13 @@ absl::Status Rank::SendPlan(const StepPlan& plan) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<absl::Span<const std::int32_t>> Rank::RunStep(const StepPlan& plan) {
+absl::StatusOr<StepOutput> Rank::RunStep(const StepPlan& plan) {
   progress_.BeginStep();
   RETURN_IF_ERROR(SendPlan(plan));
-  ASSIGN_OR_RETURN(absl::Span<const std::int32_t> tokens, runner_->Execute(plan, previous_tokens_));
-  previous_tokens_.assign(tokens.begin(), tokens.end());
+  ASSIGN_OR_RETURN(const StepOutput output, runner_->Execute(plan, previous_tokens_));
+  previous_tokens_.assign(output.token_ids.begin(), output.token_ids.end());
   EndStep();
-  return absl::MakeConstSpan(previous_tokens_);
+  return output;
 }
 
 absl::Status Rank::RunMessage(absl::Span<const std::byte> message) {

@@ -71,9 +71,9 @@ class Rank {
                                                      const RankOptions& options, Fabric& fabric,
                                                      kernels::Stream& stream, Progress& progress);
 
-  // Leader: runs one step on all ranks. The result is its sampled tokens, valid until the next
-  // call. An error ends the group.
-  absl::StatusOr<absl::Span<const std::int32_t>> RunStep(const StepPlan& plan);
+  // Leader: runs one step on all ranks. The result is valid until the next call. An error ends the
+  // group.
+  absl::StatusOr<StepOutput> RunStep(const StepPlan& plan);
 
   // Follower: runs plans as they come, until `stop` is true (OK) or an error that ends the group.
   absl::Status Follow(const std::atomic<bool>& stop);

@@ -217,14 +217,15 @@ v1::GroupState DescribeGroup(const RankProcessOptions& options, const RankModel&
   group.set_kv_cache_dtype(std::string(DTypeName(model.kv_shape.dtype)));
   group.set_dcp_comm_backend(options.group.dcp_comm_backend);
   state.set_vocab_size(model.config.vocab_size);
+  const std::int32_t max_logprobs = options.group.request_limits.max_logprobs;
+  state.set_max_logprobs(max_logprobs == -1 ? model.config.vocab_size : max_logprobs);
   for (std::int32_t id : model.config.eos_token_ids) state.add_eos_token_ids(id);
   return state;
 }
 
 // Waits for the followers and settles what the group has; tells the followers.
 absl::StatusOr<GroupAgreement> SettleJoins(const RankProcessOptions& options, JoinTable& joins,
-                                           RankProcess& process, std::uint64_t generation,
-                                           WorkerService& service) {
+                                           RankProcess& process, WorkerService& service) {
   ASSIGN_OR_RETURN(std::vector<RankOffer> offers,
                    joins.WaitForAll(process.Offer(), absl::Now() + options.join_timeout));
   GroupAgreement agreement;
@@ -237,7 +238,6 @@ absl::StatusOr<GroupAgreement> SettleJoins(const RankProcessOptions& options, Jo
   }
   ASSIGN_OR_RETURN(agreement.max_model_len, process.model().ResolveMaxModelLen(
                                                 options.group.MaxModelLen(), agreement.num_blocks));
-  response.set_generation(generation);
   response.set_num_blocks(agreement.num_blocks);
   response.set_max_model_len(agreement.max_model_len);
   service.AnswerJoins(response);
@@ -261,10 +261,12 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   const std::uint64_t generation = std::random_device{}() | 1u;
   std::atomic<bool> stopping{false};
   JoinTable joins(options.group.tensor_parallel_size);
-  WorkerService service(joins, generation, [&](std::int32_t rank, const absl::Status& status) {
-    if (stopping) return;
-    ExitGroupLost(0, fmt::format("rank {}: {}", rank, std::string(status.message())));
-  });
+  WorkerService service(joins, generation, options.group.request_limits,
+                        [&](std::int32_t rank, const absl::Status& status) {
+                          if (stopping) return;
+                          ExitGroupLost(
+                              0, fmt::format("rank {}: {}", rank, std::string(status.message())));
+                        });
   grpc::Service* services[] = {&service};
   absl::StatusOr<std::unique_ptr<GrpcServer>> server =
       GrpcServer::Start({.listen_addresses = options.listen}, services);
@@ -282,8 +284,7 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   RankProcess process(options, link);
   if (absl::Status loaded = process.Load(); !loaded.ok()) return fail(loaded);
   service.SetState("waiting for ranks");
-  absl::StatusOr<GroupAgreement> agreement =
-      SettleJoins(options, joins, process, generation, service);
+  absl::StatusOr<GroupAgreement> agreement = SettleJoins(options, joins, process, service);
   if (!agreement.ok()) {
     stopping = true;
     service.RefuseJoins(agreement.status());
@@ -304,10 +305,14 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
     spdlog::info("draining {} requests", leader.num_requests());
     (*server)->SetServing("weft.v1.Worker", false);
     service.StartDrain();
-    const absl::Time deadline = absl::Now() + options.drain_timeout;
-    while (leader.num_requests() > 0 && absl::Now() < deadline) {
+    const auto deadline =
+        std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(options.drain_timeout);
+    // A reader may take longer than its request.
+    while ((leader.num_requests() > 0 || service.calls().num_open_streams() > 0) &&
+           std::chrono::steady_clock::now() < deadline) {
       absl::SleepFor(absl::Milliseconds(20));
     }
+    service.EndRequests();
     leader.Stop();
     drained.set_value();
   });
@@ -322,7 +327,7 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   if (!ended.ok()) ExitGroupLost(0, std::string(ended.message()));
   drained.get_future().wait();
   stopping = true;
-  // The last messages of slow readers get a moment more; the endless streams end with it.
+  // The endless streams, and what the drain timeout was too short for, end with it.
   (*server)->Shutdown(absl::Milliseconds(500));
   service.Stop();
   return 0;

@@ -2,73 +2,19 @@
 
 #include <algorithm>
 #include <chrono>
-#include <optional>
 #include <utility>
 
 #include "absl/time/clock.h"
 #include "fmt/format.h"
-#include "server/base/status_macros.h"
 #include "server/error_reason.h"
 #include "server/grpc_status.h"
 #include "server/grpc_stream.h"
+#include "worker/generate_request.h"
 
 namespace weft {
 namespace {
 
 constexpr auto kHeartbeat = std::chrono::milliseconds(500);
-
-// One Worker.Generate: tokens from the engine thread into the stream.
-class GenerateCall final : public TokenSink {
- public:
-  using Response = v1::WorkerGenerateResponse;
-
-  // `cancel` ends the request; any thread, any time.
-  GenerateCall(std::shared_ptr<StreamWriter<Response>> writer, std::function<void()> cancel)
-      : writer_(std::move(writer)), cancel_(std::move(cancel)) {}
-
-  void OnRefused(const absl::Status& status) override { writer_->Finish(status); }
-
-  void OnEvent(const TokenEvent& event) override {
-    Response response;
-    if (event.token_id.has_value()) response.add_token_ids(*event.token_id);
-    switch (event.finish) {
-      case FinishReason::kNone:
-        break;
-      case FinishReason::kEos:
-      case FinishReason::kStopToken:
-        response.set_finish_reason(v1::FINISH_REASON_STOP);
-        break;
-      case FinishReason::kLength:
-        response.set_finish_reason(v1::FINISH_REASON_LENGTH);
-        break;
-      case FinishReason::kAborted:
-        writer_->Finish(absl::CancelledError("cancelled"));
-        return;
-      case FinishReason::kDeadline:
-        writer_->Finish(absl::DeadlineExceededError("the request's deadline has passed"));
-        return;
-      case FinishReason::kError:
-        writer_->Finish(event.error);
-        return;
-    }
-    if (!writer_->Write(std::move(response))) cancel_();
-    if (event.finish != FinishReason::kNone) writer_->Finish(absl::OkStatus());
-  }
-
- private:
-  const std::shared_ptr<StreamWriter<Response>> writer_;
-  const std::function<void()> cancel_;
-};
-
-std::int64_t ResponseBytes(const v1::WorkerGenerateResponse& response) {
-  return 16 + 4 * static_cast<std::int64_t>(response.token_ids_size());
-}
-
-bool MergeResponses(v1::WorkerGenerateResponse& into, v1::WorkerGenerateResponse& next) {
-  into.mutable_token_ids()->MergeFrom(next.token_ids());
-  into.set_finish_reason(next.finish_reason());
-  return true;
-}
 
 std::int64_t StateBytes(const v1::GroupState&) { return 1; }
 
@@ -76,50 +22,6 @@ std::int64_t StateBytes(const v1::GroupState&) { return 1; }
 bool ReplaceState(v1::GroupState& into, v1::GroupState& next) {
   into = std::move(next);
   return true;
-}
-
-// A field that would be ignored silently is refused; its neutral value is not.
-absl::Status RefuseUnsupported(const v1::SamplingParams& in) {
-  const std::pair<const char*, bool> fields[] = {
-      {"min_p", in.min_p() != 0},
-      {"presence_penalty", in.presence_penalty() != 0},
-      {"frequency_penalty", in.frequency_penalty() != 0},
-      {"repetition_penalty", in.has_repetition_penalty() && in.repetition_penalty() != 1},
-      {"min_tokens", in.min_tokens() != 0},
-      {"logit_bias", !in.logit_bias().empty()},
-      {"allowed_token_ids", !in.allowed_token_ids().empty()},
-      {"bad_words_token_ids", !in.bad_words_token_ids().empty()},
-      {"logprobs", in.has_logprobs()},
-      {"prompt_logprobs", in.has_prompt_logprobs()},
-  };
-  for (const auto& [name, given] : fields) {
-    if (given) return absl::InvalidArgumentError(fmt::format("{} is not supported yet", name));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<EngineRequest> ToEngineRequest(const v1::WorkerGenerateRequest& request,
-                                              absl::Span<const std::int32_t> eos_token_ids,
-                                              absl::Time deadline) {
-  const v1::SamplingParams& in = request.sampling();
-  if (!in.has_seed()) {
-    return absl::InvalidArgumentError("sampling.seed is missing; routers always give one");
-  }
-  RETURN_IF_ERROR(RefuseUnsupported(in));
-  EngineRequest out;
-  out.priority = request.priority();
-  out.prompt_token_ids.assign(request.prompt_token_ids().begin(), request.prompt_token_ids().end());
-  out.resume_token_ids.assign(request.resume_token_ids().begin(), request.resume_token_ids().end());
-  if (in.has_max_tokens()) out.max_tokens = in.max_tokens();
-  out.stop_token_ids.assign(in.stop_token_ids().begin(), in.stop_token_ids().end());
-  out.eos_token_ids.assign(eos_token_ids.begin(), eos_token_ids.end());
-  out.ignore_eos = in.ignore_eos();
-  if (in.has_temperature()) out.sampling.temperature = in.temperature();
-  if (in.has_top_p()) out.sampling.top_p = in.top_p();
-  if (in.has_top_k()) out.sampling.top_k = std::max(0, in.top_k());  // -1 is off, too
-  out.sampling.seed = in.seed();
-  out.deadline = deadline;
-  return out;
 }
 
 }  // namespace
@@ -199,9 +101,12 @@ class WorkerService::JoinStream final
 };
 
 WorkerService::WorkerService(
-    JoinTable& joins, std::uint64_t generation,
+    JoinTable& joins, std::uint64_t generation, const RequestLimits& limits,
     std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost)
-    : joins_(joins), generation_(generation), on_follower_lost_(std::move(on_follower_lost)) {
+    : joins_(joins),
+      generation_(generation),
+      limits_(limits),
+      on_follower_lost_(std::move(on_follower_lost)) {
   state_.mutable_group()->set_state("loading");
   ticker_ = std::thread([this] { TickLoop(); });
 }
@@ -265,6 +170,10 @@ void WorkerService::StartDrain() {
   Publish();
 }
 
+void WorkerService::EndRequests() {
+  calls_.EndAll(WithReason(absl::UnavailableError("this group drains"), kReasonDraining));
+}
+
 v1::GroupState WorkerService::CurrentState() {
   v1::GroupState state = state_;
   state.set_seq(state_seq_++);
@@ -282,6 +191,8 @@ v1::GroupState WorkerService::CurrentState() {
 }
 
 void WorkerService::Publish() {
+  // Until it is written: a state must not overtake a newer one.
+  MutexLock publishing(publish_mutex_);
   v1::GroupState state;
   std::vector<std::shared_ptr<StateWriter>> writers;
   {
@@ -311,43 +222,27 @@ void WorkerService::TickLoop() {
 
 grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* WorkerService::Generate(
     grpc::CallbackServerContext* context, const v1::WorkerGenerateRequest* request) {
-  struct Cancelled {
-    std::atomic<std::uint64_t> id{0};
-  };
-  const auto cancelled = std::make_shared<Cancelled>();
   Leader* const leader = leader_.load();
-  const auto cancel = [cancelled, leader] {
-    if (const std::uint64_t id = cancelled->id; id != 0) leader->Cancel(RequestId{id});
-  };
-  auto* stream = new GrpcStream<v1::WorkerGenerateResponse>(
-      {.size_bytes = ResponseBytes, .merge = MergeResponses, .on_cancel = cancel});
-  const auto writer = stream->writer();
-  if (leader == nullptr || draining_) {
-    writer->Finish(
-        draining_
-            ? WithReason(absl::UnavailableError("this group drains"), kReasonDraining)
-            : WithReason(absl::UnavailableError("this group is still loading"), kReasonNotReady));
-    return stream;
+  if (draining_) {
+    return GenerateCalls::Refuse(
+        WithReason(absl::UnavailableError("this group drains"), kReasonDraining));
+  }
+  if (leader == nullptr) {
+    return GenerateCalls::Refuse(
+        WithReason(absl::UnavailableError("this group is still loading"), kReasonNotReady));
   }
   std::vector<std::int32_t> eos_token_ids;
+  ModelTokens model;
   {
     MutexLock lock(mutex_);
     eos_token_ids.assign(state_.eos_token_ids().begin(), state_.eos_token_ids().end());
+    model = {.vocab_size = state_.vocab_size(), .eos_token_ids = eos_token_ids};
   }
   absl::StatusOr<EngineRequest> engine_request =
-      ToEngineRequest(*request, eos_token_ids, absl::FromChrono(context->deadline()));
-  if (!engine_request.ok()) {
-    writer->Finish(engine_request.status());
-    return stream;
-  }
-  const auto call = std::make_shared<GenerateCall>(writer, cancel);
-  const absl::StatusOr<RequestId> id = leader->Submit(*std::move(engine_request), call);
-  if (!id.ok()) {
-    writer->Finish(id.status());
-  } else {
-    cancelled->id = static_cast<std::uint64_t>(*id);
-  }
-  return stream;
+      ToEngineRequest(*request, model, limits_, absl::FromChrono(context->deadline()));
+  if (!engine_request.ok()) return GenerateCalls::Refuse(engine_request.status());
+  return calls_.Start(*leader, request->request_id(), request->attempt(),
+                      *std::move(engine_request));
 }
 
 grpc::ServerBidiReactor<v1::JoinRequest, v1::JoinResponse>* WorkerService::Join(
@@ -363,6 +258,7 @@ grpc::ServerWriteReactor<v1::GroupState>* WorkerService::WatchState(grpc::Callba
   auto* stream = new GrpcStream<v1::GroupState>(
       {.max_messages = 4, .size_bytes = StateBytes, .merge = ReplaceState});
   const auto writer = stream->writer();
+  MutexLock publishing(publish_mutex_);
   v1::GroupState state;
   {
     MutexLock lock(mutex_);

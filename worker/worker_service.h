@@ -11,8 +11,10 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/base/mutex.h"
+#include "server/group_flags.h"
 #include "server/stream_writer.h"
 #include "weft/v1/worker.grpc.pb.h"
+#include "worker/generate_calls.h"
 #include "worker/group/join.h"
 #include "worker/leader.h"
 
@@ -26,7 +28,7 @@ namespace weft {
 class WorkerService final : public v1::Worker::CallbackService {
  public:
   // `joins` outlives the service. `on_follower_lost` runs once a joined follower's stream ends.
-  WorkerService(JoinTable& joins, std::uint64_t generation,
+  WorkerService(JoinTable& joins, std::uint64_t generation, const RequestLimits& limits,
                 std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost);
   ~WorkerService() override;
 
@@ -43,6 +45,9 @@ class WorkerService final : public v1::Worker::CallbackService {
   void SetRankInfo(const v1::RankInfo& info);
   // Refuses new Generate calls with UNAVAILABLE (DRAINING).
   void StartDrain();
+  // Ends those that still run likewise.
+  void EndRequests();
+  const GenerateCalls& calls() const { return calls_; }
   // Forgets the leader; call it once the server has shut down and before the leader goes.
   void Stop();
 
@@ -58,16 +63,19 @@ class WorkerService final : public v1::Worker::CallbackService {
   using StateWriter = StreamWriter<v1::GroupState>;
 
   v1::GroupState CurrentState() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Publish();
+  void Publish() ABSL_LOCKS_EXCLUDED(publish_mutex_, mutex_);
   void TickLoop();
 
   JoinTable& joins_;
   const std::uint64_t generation_;
+  const RequestLimits limits_;
   const std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost_;
 
+  GenerateCalls calls_;
   std::atomic<Leader*> leader_{nullptr};
   std::atomic<bool> draining_{false};
 
+  Mutex publish_mutex_;  // taken before mutex_
   Mutex mutex_;
   CondVar wake_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;

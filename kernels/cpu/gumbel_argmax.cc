@@ -25,7 +25,6 @@ struct SlicePart {
   float max;  // of the logits
   float sum;  // of exp(logit - max)
   float score;
-  float logit;
   std::int32_t index;
   bool has_nan;
 };
@@ -228,7 +227,6 @@ SlicePart PartOf(const GumbelArgmaxParams& p, std::int64_t row, std::int64_t beg
       part.index = indices[lane];
     }
   }
-  part.logit = part.has_nan ? 0.0F : logits[part.index];
 
   part.sum = 0.0F;
   if (part.has_nan || std::isinf(part.max)) return part;
@@ -277,17 +275,15 @@ ArgmaxResult Merge(const SlicePart* parts, std::int64_t num_parts, std::int32_t 
     all.max = max;
     if (part.score > all.score) {
       all.score = part.score;
-      all.logit = part.logit;
       all.index = part.index;
     }
   }
   if (all.has_nan) {
     constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-    return {.score = kInfinity, .logsumexp = kNaN, .logit = kNaN, .token_id = -1};
+    return {.score = kInfinity, .logsumexp = kNaN, .token_id = -1};
   }
   return {.score = all.score,
           .logsumexp = std::isinf(all.max) ? all.max : all.max + std::log(all.sum),
-          .logit = all.logit,
           .token_id = first_token_id + all.index};
 }
 

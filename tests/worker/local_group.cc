@@ -14,6 +14,9 @@ class CollectingSink final : public TokenSink {
   void OnEvent(const TokenEvent& event) override {
     MutexLock lock(mutex_);
     if (event.token_id.has_value()) completion_.token_ids.push_back(*event.token_id);
+    if (event.logprobs.has_value()) completion_.logprobs.push_back(*event.logprobs);
+    completion_.prompt_logprobs.insert(completion_.prompt_logprobs.end(),
+                                       event.prompt_logprobs.begin(), event.prompt_logprobs.end());
     completion_.num_preemptions = event.num_preemptions;
     completion_.finish = event.finish;
     completion_.status = event.error;

@@ -27,6 +27,8 @@ struct LocalGroupOptions {
 struct Completion {
   absl::Status status;
   std::vector<std::int32_t> token_ids;
+  std::vector<PositionLogprobs> logprobs;
+  std::vector<PositionLogprobs> prompt_logprobs;
   FinishReason finish = FinishReason::kNone;
   std::int32_t num_preemptions = 0;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <string_view>
 #include <utility>
@@ -16,36 +17,6 @@
 
 namespace weft {
 namespace {
-
-absl::Status CheckTokens(std::string_view what, absl::Span<const std::int32_t> token_ids,
-                         std::int32_t vocab_size) {
-  for (std::size_t i = 0; i < token_ids.size(); ++i) {
-    if (token_ids[i] < 0 || token_ids[i] >= vocab_size) {
-      return absl::InvalidArgumentError(
-          fmt::format("{}[{}] is {}; allowed is 0 to {}", what, i, token_ids[i], vocab_size - 1));
-    }
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckRequest(const EngineRequest& request, const EngineOptions& options) {
-  if (request.prompt_token_ids.empty()) {
-    return absl::InvalidArgumentError("the prompt is empty; at least one token is needed");
-  }
-  RETURN_IF_ERROR(CheckTokens("prompt_token_ids", request.prompt_token_ids, options.vocab_size));
-  RETURN_IF_ERROR(CheckTokens("resume_token_ids", request.resume_token_ids, options.vocab_size));
-  const auto num_prompt_tokens = static_cast<std::int64_t>(request.prompt_token_ids.size());
-  if (num_prompt_tokens + 1 > options.max_model_len) {
-    return absl::InvalidArgumentError(
-        fmt::format("the prompt has {} tokens; max_model_len {} allows {} and one to generate",
-                    num_prompt_tokens, options.max_model_len, options.max_model_len - 1));
-  }
-  if (request.max_tokens < 1) {
-    return absl::InvalidArgumentError(
-        fmt::format("max_tokens is {}; allowed is 1 and above", request.max_tokens));
-  }
-  return ValidateSampling(request.sampling);
-}
 
 absl::Status CheckOptions(const EngineOptions& options) {
   struct Limit {
@@ -80,6 +51,7 @@ class EngineImpl final : public Engine {
   explicit EngineImpl(const EngineOptions& options) : options_(options), scheduler_(options) {}
 
   absl::Status Add(EngineRequest request, absl::Time now) override;
+  const EngineOptions& options() const override { return options_; }
   void Cancel(RequestId id) override { cancelled_.push_back(id); }
   const StepPlan* Step(absl::Time now, std::optional<StepResult> result) override;
   absl::Span<const TokenEvent> TakeEvents() override;
@@ -90,18 +62,26 @@ class EngineImpl final : public Engine {
   EngineStats Stats() const override;
 
  private:
-  // Names a sequence that may be gone when its token arrives.
-  struct SampledRow {
+  // What rows of a sequence will bring. It may be gone when that arrives.
+  struct ResultsInFlight {
     RequestId id;
     std::uint64_t arrival;
+    std::int32_t num_scored;
+    bool sampled;
+    bool logprobs;
   };
   struct StepInFlight {
     std::uint64_t step = 0;
-    std::vector<SampledRow> rows;
+    std::vector<ResultsInFlight> results;
+    std::size_t num_tokens = 0;
+    std::size_t num_logprobs = 0;
   };
 
   void Commit(const StepResult& result);
-  void AcceptToken(Sequence& sequence, std::int32_t token_id);
+  // False when the sequence ends with them.
+  bool AcceptPromptLogprobs(Sequence& sequence, absl::Span<PositionLogprobs> logprobs);
+  void AcceptToken(Sequence& sequence, std::int32_t token_id, PositionLogprobs* logprobs);
+  void Fail(Sequence& sequence, absl::Status error);
   void RemoveCancelledAndExpired(absl::Time now);
   void Finish(Sequence& sequence, TokenEvent event);
 
@@ -115,7 +95,7 @@ class EngineImpl final : public Engine {
 
   StepPlan plan_;
   std::uint64_t last_step_ = 0;
-  std::vector<Sequence*> sampled_;
+  std::vector<PlannedResults> planned_;
   std::array<StepInFlight, 2> in_flight_;  // the oldest first
   int num_in_flight_ = 0;
 
@@ -129,7 +109,6 @@ absl::Status EngineImpl::Add(EngineRequest request, absl::Time /*now*/) {
     return absl::AlreadyExistsError(
         fmt::format("request id {} is in use", static_cast<std::uint64_t>(request.id)));
   }
-  RETURN_IF_ERROR(CheckRequest(request, options_));
   if (scheduler_.num_waiting() >= options_.max_num_waiting) {
     return absl::ResourceExhaustedError(
         fmt::format("{} requests are waiting; max_num_waiting is {}", scheduler_.num_waiting(),
@@ -138,6 +117,7 @@ absl::Status EngineImpl::Add(EngineRequest request, absl::Time /*now*/) {
   const std::vector<std::int32_t> resumed = std::move(request.resume_token_ids);
   auto sequence =
       std::make_unique<Sequence>(std::move(request), ++num_arrivals_, options_.max_model_len);
+  if (!resumed.empty()) sequence->scored = sequence->score_end;
   for (std::int32_t token_id : resumed) {
     const FinishReason reason = sequence->Append(token_id);
     if (reason != FinishReason::kNone) {
@@ -160,16 +140,26 @@ const StepPlan* EngineImpl::Step(absl::Time now, std::optional<StepResult> resul
 
   plan_.Clear();
   plan_.step = last_step_ + 1;
-  sampled_.clear();
-  scheduler_.Plan(plan_, sampled_);
+  planned_.clear();
+  scheduler_.Plan(plan_, planned_);
   if (plan_.sequences.empty()) return nullptr;
 
   last_step_ = plan_.step;
   StepInFlight& step = in_flight_[num_in_flight_++];
   step.step = plan_.step;
-  step.rows.clear();
-  for (const Sequence* sequence : sampled_) {
-    step.rows.push_back({.id = sequence->id, .arrival = sequence->key.arrival});
+  step.results.clear();
+  step.num_tokens = 0;
+  step.num_logprobs = 0;
+  for (const PlannedResults& planned : planned_) {
+    const Sequence& sequence = *planned.sequence;
+    step.results.push_back({.id = sequence.id,
+                            .arrival = sequence.key.arrival,
+                            .num_scored = planned.num_scored,
+                            .sampled = planned.sampled,
+                            .logprobs = planned.sampled && sequence.logits != nullptr &&
+                                        sequence.logits->logprobs.has_value()});
+    step.num_tokens += planned.sampled;
+    step.num_logprobs += planned.num_scored + step.results.back().logprobs;
   }
   return &plan_;
 }
@@ -178,35 +168,68 @@ void EngineImpl::Commit(const StepResult& result) {
   CHECK_MSG(num_in_flight_ > 0, "a result without a step in flight");
   std::swap(in_flight_[0], in_flight_[1]);
   --num_in_flight_;
-  const StepInFlight& step = in_flight_[1];  // out of flight now; its rows are still there
+  const StepInFlight& step = in_flight_[1];  // out of flight now; what it has is still there
   CHECK_MSG(result.step == step.step, "results come in the order of the plans");
-  CHECK_MSG(result.token_ids.size() == step.rows.size(), "a result has a token per sampled row");
-  for (std::size_t i = 0; i < step.rows.size(); ++i) {
-    const auto it = requests_.find(step.rows[i].id);
-    // One that has ended meanwhile: its row was planned before that was known.
-    if (it == requests_.end() || it->second->key.arrival != step.rows[i].arrival) continue;
-    AcceptToken(*it->second, result.token_ids[i]);
+  CHECK_MSG(result.token_ids.size() == step.num_tokens, "a result has a token per sampled row");
+  CHECK_MSG(result.logprobs.size() == step.num_logprobs, "a result has all logprobs asked for");
+  std::size_t next_token = 0;
+  std::size_t next_logprobs = 0;
+  for (const ResultsInFlight& rows : step.results) {
+    const auto scored = result.logprobs.subspan(next_logprobs, rows.num_scored);
+    next_logprobs += rows.num_scored;
+    PositionLogprobs* logprobs = nullptr;
+    if (rows.logprobs) logprobs = &result.logprobs[next_logprobs++];
+    const std::int32_t token_id = rows.sampled ? result.token_ids[next_token++] : 0;
+    const auto it = requests_.find(rows.id);
+    // One that has ended meanwhile: its rows were planned before that was known.
+    if (it == requests_.end() || it->second->key.arrival != rows.arrival) continue;
+    if (!scored.empty() && !AcceptPromptLogprobs(*it->second, scored)) continue;
+    if (rows.sampled) AcceptToken(*it->second, token_id, logprobs);
   }
 }
 
-void EngineImpl::AcceptToken(Sequence& sequence, std::int32_t token_id) {
-  --sequence.num_pending;
+bool EngineImpl::AcceptPromptLogprobs(Sequence& sequence, absl::Span<PositionLogprobs> logprobs) {
   TokenEvent event{.id = sequence.id, .num_preemptions = sequence.num_preemptions};
+  for (PositionLogprobs& position : logprobs) {
+    if (std::isnan(position.token.logprob)) {
+      Fail(sequence, absl::InternalError("the model's output was not a number"));
+      return false;
+    }
+    event.prompt_logprobs.push_back(std::move(position));
+  }
+  events_.push_back(std::move(event));
+  return true;
+}
+
+void EngineImpl::AcceptToken(Sequence& sequence, std::int32_t token_id,
+                             PositionLogprobs* logprobs) {
+  --sequence.num_pending;
+  if (token_id == kNoTokenLeft) {
+    return Fail(sequence, absl::InvalidArgumentError(
+                              "allowed_token_ids, bad_words and min_tokens leave no token"));
+  }
   if (token_id < 0) {
-    event.finish = FinishReason::kError;
-    event.error = absl::InternalError("the model's output was not a number");
-    Finish(sequence, std::move(event));
-    return;
+    return Fail(sequence, absl::InternalError("the model's output was not a number"));
   }
   CHECK(token_id < options_.vocab_size);
   ++generation_tokens_;
-  event.token_id = token_id;
-  event.finish = sequence.Append(token_id);
+  TokenEvent event{.id = sequence.id,
+                   .token_id = token_id,
+                   .finish = sequence.Append(token_id),
+                   .num_preemptions = sequence.num_preemptions};
+  if (logprobs != nullptr) event.logprobs = std::move(*logprobs);
   if (event.finish == FinishReason::kNone) {
     events_.push_back(std::move(event));
   } else {
     Finish(sequence, std::move(event));
   }
+}
+
+void EngineImpl::Fail(Sequence& sequence, absl::Status error) {
+  Finish(sequence, {.id = sequence.id,
+                    .finish = FinishReason::kError,
+                    .error = std::move(error),
+                    .num_preemptions = sequence.num_preemptions});
 }
 
 void EngineImpl::RemoveCancelledAndExpired(absl::Time now) {
@@ -253,6 +276,38 @@ EngineStats EngineImpl::Stats() const {
 }
 
 }  // namespace
+
+absl::Status CheckRequest(const EngineRequest& request, const EngineOptions& options) {
+  if (request.prompt_token_ids.empty()) {
+    return absl::InvalidArgumentError("the prompt is empty; at least one token is needed");
+  }
+  const auto num_prompt_tokens = static_cast<std::int64_t>(request.prompt_token_ids.size());
+  if (num_prompt_tokens + 1 > options.max_model_len) {
+    return absl::InvalidArgumentError(
+        fmt::format("the prompt has {} tokens; max_model_len {} allows {} and one to generate",
+                    num_prompt_tokens, options.max_model_len, options.max_model_len - 1));
+  }
+  const std::pair<std::string_view, const std::vector<std::int32_t>*> tokens[] = {
+      {"prompt_token_ids", &request.prompt_token_ids},
+      {"resume_token_ids", &request.resume_token_ids},
+      {"stop_token_ids", &request.stop_token_ids}};
+  for (const auto& [what, token_ids] : tokens) {
+    RETURN_IF_ERROR(ValidateTokens(what, *token_ids, options.vocab_size));
+  }
+  if (request.max_tokens < 1) {
+    return absl::InvalidArgumentError(
+        fmt::format("max_tokens is {}; allowed is 1 and above", request.max_tokens));
+  }
+  RETURN_IF_ERROR(ValidateSampling(request.sampling));
+  if (request.logits == nullptr) return absl::OkStatus();
+  RETURN_IF_ERROR(ValidateLogits(*request.logits, options.vocab_size));
+  if (request.logits->min_tokens > request.max_tokens) {
+    return absl::InvalidArgumentError(fmt::format("min_tokens is {}; max_tokens {} allows 0 to {}",
+                                                  request.logits->min_tokens, request.max_tokens,
+                                                  request.max_tokens));
+  }
+  return absl::OkStatus();
+}
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
   RETURN_IF_ERROR(CheckOptions(options));

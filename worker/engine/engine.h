@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "worker/engine/logits_params.h"
 #include "worker/engine/step_plan.h"
 
 namespace weft {
@@ -37,8 +38,9 @@ struct EngineRequest {
   std::vector<std::int32_t> stop_token_ids;    // end the sequence; part of its output
   std::vector<std::int32_t> eos_token_ids;     // likewise, unless ignore_eos
   bool ignore_eos = false;
-  SamplingParams sampling;
-  std::int32_t priority = 0;  // lower is sooner, as in vLLM
+  SamplingParams sampling;                     // whole_row is set by the engine
+  std::shared_ptr<const LogitsParams> logits;  // null: none of it
+  std::int32_t priority = 0;                   // lower is sooner, as in vLLM
   absl::Time deadline = absl::InfiniteFuture();
 };
 
@@ -52,20 +54,31 @@ enum class FinishReason : std::uint8_t {
   kError
 };
 
+// INVALID_ARGUMENT, saying what was seen and what is allowed: an empty prompt, a token id outside
+// the vocabulary, prompt + 1 > max_model_len, max_tokens < 1, min_tokens > max_tokens, what
+// ValidateSampling() and ValidateLogits() refuse. Takes time linear in the request: not for the
+// engine's thread.
+absl::Status CheckRequest(const EngineRequest& request, const EngineOptions& options);
+
 // News of one request. Events of one request are in order; a `finish` other than kNone is the last.
 struct TokenEvent {
   RequestId id{};
   std::optional<std::int32_t> token_id;
+  std::optional<PositionLogprobs> logprobs;       // of token_id, if asked for
+  std::vector<PositionLogprobs> prompt_logprobs;  // the next ones, before the first token
   FinishReason finish = FinishReason::kNone;
   absl::Status error;  // set with kError
   std::int32_t num_preemptions = 0;
 };
 
-// Results of one step: the tokens of its sampled rows, in the order of the plan. -1: the model's
-// output for the row was not a number; that request ends with kError.
+// Results of one step: the tokens of its sampled rows, in the order of the plan. A request that got
+// kNotANumber or kNoTokenLeft ends with kError (INTERNAL, INVALID_ARGUMENT).
 struct StepResult {
   std::uint64_t step = 0;
-  absl::Span<const std::int32_t> token_ids;  // valid during Engine::Step()
+  absl::Span<const std::int32_t> token_ids;  // valid during Engine::Step(), as is the next
+  // In the plan's order, of every scored row and of the sampled rows of requests with logprobs;
+  // moved from.
+  absl::Span<PositionLogprobs> logprobs;
 };
 
 struct EngineStats {
@@ -94,7 +107,8 @@ struct EngineStats {
 // at its last token; else the youngest running sequence of the least important priority is
 // preempted: it gives up its blocks, goes back to the head of the queue and is recomputed; one that
 // was preempted makes progress (a new token) before it can be preempted again. A single sequence
-// always fits: Create() and Add() refuse what could not.
+// always fits: Create() and CheckRequest() refuse what could not. Rows with logits are at most
+// max_num_seqs in a step: a prompt with logprobs goes in chunks of what the others leave of them.
 class Engine {
  public:
   // INVALID_ARGUMENT when a sequence of max_model_len does not fit num_blocks, or for an option out
@@ -102,12 +116,14 @@ class Engine {
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options);
   virtual ~Engine() = default;
 
-  // Queues a request. INVALID_ARGUMENT, saying what was seen and what is allowed: an empty prompt,
-  // a token id outside the vocabulary, prompt + 1 > max_model_len, max_tokens < 1, sampling
-  // parameters that ValidateSampling() refuses.
-  // RESOURCE_EXHAUSTED when max_num_waiting are queued. ALREADY_EXISTS for an id in use.
-  // Generation ends with kLength at max_tokens or at max_model_len. A request whose resumed tokens
-  // end it is finished at once: its event is there already.
+  // Any thread.
+  virtual const EngineOptions& options() const = 0;
+
+  // Queues a request that has passed CheckRequest(). RESOURCE_EXHAUSTED when max_num_waiting are
+  // queued. ALREADY_EXISTS for an id in use. Generation ends with kLength at max_tokens or at
+  // max_model_len. A request whose resumed tokens end it is finished at once: its event is there
+  // already. With resumed tokens the prompt's logprobs are not told again: they come before the
+  // first token.
   virtual absl::Status Add(EngineRequest request, absl::Time now) = 0;
 
   // Ends a request with kAborted (its event comes from the next Step()); unknown ids are ignored.

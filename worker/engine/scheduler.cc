@@ -25,9 +25,11 @@ void Scheduler::Remove(Sequence& sequence) {
   }
 }
 
-void Scheduler::Plan(StepPlan& plan, std::vector<Sequence*>& sampled) {
+void Scheduler::Plan(StepPlan& plan, std::vector<PlannedResults>& results) {
   const std::uint64_t step = plan.step;
   rows_left_ = options_.max_num_batched_tokens;
+  logits_left_ = options_.max_num_seqs;
+  num_sampled_ = 0;
   if (options_.force_preemption_every > 0 && step % options_.force_preemption_every == 0) {
     if (Sequence* victim = PickVictim()) Preempt(*victim);
   }
@@ -36,7 +38,7 @@ void Scheduler::Plan(StepPlan& plan, std::vector<Sequence*>& sampled) {
   SchedulePrefills();
   ScheduleDecodes(0);  // takes what the prefills left of their floor
   for (Sequence* sequence : running_) {
-    if (sequence->planned_rows > 0) Write(*sequence, plan, sampled);
+    if (sequence->planned_rows > 0) Write(*sequence, plan, results);
   }
 }
 
@@ -64,11 +66,10 @@ std::int32_t Scheduler::PrefillFloor(std::uint64_t step) const {
 // rows already.
 void Scheduler::ScheduleDecodes(std::int32_t rows_to_leave) {
   for (Sequence* sequence : decodes_) {
-    if (rows_left_ <= rows_to_leave) return;
+    if (rows_left_ <= rows_to_leave || logits_left_ == 0) return;
     if (!sequence->running || sequence->planned_rows > 0) continue;
     if (!MakeRoomForNextRow(*sequence)) continue;
-    sequence->planned_rows = 1;
-    --rows_left_;
+    Reserve(*sequence, 1);
     last_decode_ = sequence->key;
   }
 }
@@ -89,10 +90,19 @@ void Scheduler::SchedulePrefills() {
       }
     }
     if (sequence == nullptr) return;
-    sequence->planned_rows =
+    auto num_rows =
         static_cast<std::int32_t>(std::min<std::int64_t>(sequence->num_remaining(), rows_left_));
-    rows_left_ -= sequence->planned_rows;
+    // Rows with logits are a chunk's last ones.
+    num_rows -= std::max(0, sequence->NumLogits(num_rows) - logits_left_);
+    if (num_rows == 0) return;
+    Reserve(*sequence, num_rows);
   }
+}
+
+void Scheduler::Reserve(Sequence& sequence, std::int32_t num_rows) {
+  sequence.planned_rows = num_rows;
+  rows_left_ -= num_rows;
+  logits_left_ -= sequence.NumLogits(num_rows);
 }
 
 // Moves a waiting sequence to the running ones with the blocks of all its tokens, so that prefills
@@ -152,6 +162,7 @@ Sequence* Scheduler::PickVictim() const {
 // later.
 void Scheduler::Preempt(Sequence& victim) {
   rows_left_ += victim.planned_rows;
+  logits_left_ += victim.NumLogits(victim.planned_rows);
   Release(victim);
   victim.must_progress = true;
   ++victim.num_preemptions;
@@ -170,10 +181,18 @@ void Scheduler::Release(Sequence& sequence) {
   sequence.planned_rows = 0;
 }
 
-void Scheduler::Write(Sequence& sequence, StepPlan& plan, std::vector<Sequence*>& sampled) {
+void Scheduler::WriteDeltas(Sequence& sequence, StepPlan& plan) {
   const std::int32_t slot = sequence.slot;
   if (!sequence.sampling_sent) {
     plan.sampling_deltas.push_back({.slot = slot, .params = sequence.sampling});
+    if (sequence.logits != nullptr) {
+      LogitsDelta& delta = plan.logits_deltas.emplace_back(
+          LogitsDelta{.slot = slot,
+                      .params = sequence.logits,
+                      .token_ids = sequence.token_ids,
+                      .num_prompt_tokens = static_cast<std::int32_t>(sequence.num_prompt_tokens)});
+      if (sequence.num_pending > 0) delta.token_ids.push_back(~sequence.pending_index);
+    }
     sequence.sampling_sent = true;
   }
   const auto num_blocks = static_cast<std::int32_t>(sequence.blocks.size());
@@ -186,13 +205,21 @@ void Scheduler::Write(Sequence& sequence, StepPlan& plan, std::vector<Sequence*>
     }
     sequence.num_sent_blocks = num_blocks;
   }
+}
 
+void Scheduler::Write(Sequence& sequence, StepPlan& plan, std::vector<PlannedResults>& results) {
+  WriteDeltas(sequence, plan);
   const std::int32_t num_rows = std::exchange(sequence.planned_rows, 0);
   const bool samples = num_rows == sequence.num_remaining();
-  plan.sequences.push_back({.slot = slot,
+  const std::int32_t num_scored = sequence.NumScored(num_rows);
+  plan.sequences.push_back({.slot = sequence.slot,
                             .num_rows = num_rows,
                             .first_position = sequence.num_computed,
-                            .num_sampled = samples ? 1 : 0});
+                            .num_sampled = samples ? 1 : 0,
+                            .num_scored = num_scored});
+  if (samples || num_scored > 0) {
+    results.push_back({.sequence = &sequence, .num_scored = num_scored, .sampled = samples});
+  }
   CHECK(sequence.num_pending <= 1);  // pending_index is one of the step before
   const std::int64_t end = sequence.num_computed + num_rows;
   const auto num_known = static_cast<std::int64_t>(sequence.token_ids.size());
@@ -200,9 +227,9 @@ void Scheduler::Write(Sequence& sequence, StepPlan& plan, std::vector<Sequence*>
                         sequence.token_ids.begin() + std::min(end, num_known));
   if (end > num_known) plan.token_ids.push_back(~sequence.pending_index);
   sequence.num_computed = end;
+  sequence.scored = std::max(sequence.scored, std::min(end, sequence.score_end));
   if (samples) {
-    sequence.pending_index = static_cast<std::int32_t>(sampled.size());
-    sampled.push_back(&sequence);
+    sequence.pending_index = num_sampled_++;
     ++sequence.num_pending;
     sequence.must_progress = false;
   }

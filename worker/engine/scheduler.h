@@ -11,6 +11,13 @@
 
 namespace weft {
 
+// Rows of a plan that bring something.
+struct PlannedResults {
+  Sequence* sequence = nullptr;
+  std::int32_t num_scored = 0;
+  bool sampled = false;
+};
+
 // Who runs in a step, with how many rows, in which slot and blocks. engine.h states the policy.
 //
 // A plan is made in two parts: first rows and blocks are decided, and a decision can be taken back
@@ -26,10 +33,10 @@ class Scheduler {
   // Leaves the queue, or gives back slot and blocks.
   void Remove(Sequence& sequence);
 
-  // Fills `plan` for step plan.step and `sampled` with the sequences of its sampled rows, in
+  // Fills `plan` for step plan.step and `results` with what its rows with logits will bring, in
   // order. Leaves both empty when nothing can run. At most one step may be in flight, the one
   // before.
-  void Plan(StepPlan& plan, std::vector<Sequence*>& sampled);
+  void Plan(StepPlan& plan, std::vector<PlannedResults>& results);
 
   std::int32_t num_waiting() const { return static_cast<std::int32_t>(waiting_.size()); }
   // Sets what the scheduler knows of it.
@@ -48,7 +55,9 @@ class Scheduler {
   bool MakeRoomForNextRow(Sequence& sequence);
   Sequence* PickVictim() const;
   void Preempt(Sequence& victim);
-  void Write(Sequence& sequence, StepPlan& plan, std::vector<Sequence*>& sampled);
+  void Reserve(Sequence& sequence, std::int32_t num_rows);
+  void Write(Sequence& sequence, StepPlan& plan, std::vector<PlannedResults>& results);
+  void WriteDeltas(Sequence& sequence, StepPlan& plan);
   std::int32_t BlocksFor(std::int64_t num_tokens) const;
   void Release(Sequence& sequence);
 
@@ -63,6 +72,8 @@ class Scheduler {
 
   // Of the plan being made.
   std::int32_t rows_left_ = 0;
+  std::int32_t logits_left_ = 0;  // rows with logits
+  std::int32_t num_sampled_ = 0;
   std::vector<Sequence*> decodes_;   // from the one whose turn it is
   std::vector<Sequence*> prefills_;  // by key
 };

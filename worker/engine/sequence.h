@@ -3,6 +3,7 @@
 #include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "absl/time/time.h"
@@ -24,17 +25,19 @@ struct QueueKey {
 struct Sequence {
   Sequence(EngineRequest request, std::uint64_t arrival, std::int64_t max_model_len);
 
-  // Appends an output token; the reason if the sequence ends with it.
+  // Appends an output token; the reason if the sequence ends with it. Resumed tokens come before
+  // all others.
   FinishReason Append(std::int32_t token_id);
 
   RequestId id;
   QueueKey key;
   std::vector<std::int32_t> token_ids;  // the prompt, then the output
   std::size_t num_prompt_tokens;
-  std::int64_t max_length;  // tokens at which it ends with kLength
-  std::vector<std::int32_t> stop_token_ids;
-  std::vector<std::int32_t> eos_token_ids;  // empty with ignore_eos
+  std::int64_t max_length;                   // tokens at which it ends with kLength
+  std::vector<std::int32_t> stop_token_ids;  // sorted
+  std::vector<std::int32_t> eos_token_ids;   // sorted; empty with ignore_eos
   SamplingParams sampling;
+  std::shared_ptr<const LogitsParams> logits;  // may be null
   absl::Time deadline;
   std::int32_t num_preemptions = 0;
 
@@ -44,6 +47,12 @@ struct Sequence {
   std::int64_t num_remaining() const { return length() - num_computed; }
   // The step in flight or the plan being made brings its last token: no more rows.
   bool ending() const { return length() + (planned_rows == num_remaining() ? 1 : 0) >= max_length; }
+
+  // Rows among its next `num_rows` that have logits: prompt rows to score, one to sample from.
+  std::int32_t NumScored(std::int32_t num_rows) const;
+  std::int32_t NumLogits(std::int32_t num_rows) const {
+    return NumScored(num_rows) + (num_rows > 0 && num_rows == num_remaining() ? 1 : 0);
+  }
 
   bool running = false;              // else waiting, and what is below is at its defaults
   std::int32_t slot = 0;             // while running
@@ -56,6 +65,12 @@ struct Sequence {
   std::int32_t num_pending = 0;    // tokens that steps in flight will bring; also while waiting
   std::int32_t pending_index = 0;  // of the last of them, among the sampled rows of its step
   bool must_progress = false;      // preempted, and no row was sampled since
+
+  // Rows [scored, score_end) of the prompt are still to be scored. Kept over preemptions: none is
+  // planned twice. A prompt is scored before anything is sampled, so in a chunk they are the last
+  // rows but the sampled one.
+  std::int64_t scored = 0;
+  std::int64_t score_end = 0;
 };
 
 }  // namespace weft

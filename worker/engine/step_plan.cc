@@ -19,9 +19,9 @@ constexpr std::uint32_t kMagic = 0x54464557;  // "WEFT"
 // and token_ids, each packed without padding.
 constexpr std::size_t kHeaderBytes = 4 + 4 + 8 + 6 * 4;
 constexpr std::size_t kTokenBytes = 4;
-constexpr std::size_t kSamplingDeltaBytes = 4 + 4 + 4 + 4 + 8;
+constexpr std::size_t kSamplingDeltaBytes = 4 + 4 + 4 + 4 + 4 + 8 + 4;
 constexpr std::size_t kTableDeltaBytes = 3 * 4;
-constexpr std::size_t kSequenceBytes = 4 + 4 + 8 + 4;
+constexpr std::size_t kSequenceBytes = 4 + 4 + 8 + 4 + 4;
 
 template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
@@ -136,7 +136,7 @@ absl::Status ReadPreviousTokens(Reader& reader, const Header& header, const Plan
                                 std::vector<std::int32_t>& previous_tokens) {
   for (std::uint32_t i = 0; i < header.num_previous_tokens; ++i) {
     const auto token = reader.Get<std::int32_t>();
-    RETURN_IF_ERROR(CheckRange("previous token", token, -1, limits.vocab_size - 1));
+    RETURN_IF_ERROR(CheckRange("previous token", token, kNoTokenLeft, limits.vocab_size - 1));
     previous_tokens.push_back(token);
   }
   return absl::OkStatus();
@@ -150,7 +150,11 @@ absl::Status ReadSamplingDeltas(Reader& reader, const Header& header, const Plan
     delta.params.temperature = reader.Get<float>();
     delta.params.top_p = reader.Get<float>();
     delta.params.top_k = reader.Get<std::int32_t>();
+    delta.params.min_p = reader.Get<float>();
     delta.params.seed = reader.Get<std::uint64_t>();
+    const auto whole_row = reader.Get<std::int32_t>();
+    RETURN_IF_ERROR(CheckRange("whole_row of a sampling delta", whole_row, 0, 1));
+    delta.params.whole_row = whole_row == 1;
     RETURN_IF_ERROR(CheckRange("slot of a sampling delta", delta.slot, 0, limits.max_num_seqs - 1));
     RETURN_IF_ERROR(ValidateSampling(delta.params));
     plan.sampling_deltas.push_back(delta);
@@ -196,6 +200,7 @@ absl::Status ReadSequences(Reader& reader, const Header& header, const PlanLimit
     sequence.num_rows = reader.Get<std::int32_t>();
     sequence.first_position = reader.Get<std::int64_t>();
     sequence.num_sampled = reader.Get<std::int32_t>();
+    sequence.num_scored = reader.Get<std::int32_t>();
     RETURN_IF_ERROR(CheckRange("slot of a sequence", sequence.slot, 0, limits.max_num_seqs - 1));
     RETURN_IF_ERROR(CheckRange("rows of a sequence", sequence.num_rows, 1,
                                std::int64_t{header.num_tokens} - num_rows));
@@ -203,9 +208,13 @@ absl::Status ReadSequences(Reader& reader, const Header& header, const PlanLimit
                                limits.max_model_len - sequence.num_rows));
     RETURN_IF_ERROR(
         CheckRange("sampled rows of a sequence", sequence.num_sampled, 0, sequence.num_rows));
+    RETURN_IF_ERROR(CheckRange("scored rows of a sequence", sequence.num_scored, 0,
+                               sequence.num_rows - sequence.num_sampled));
     num_rows += sequence.num_rows;
     plan.sequences.push_back(sequence);
   }
+  RETURN_IF_ERROR(
+      CheckRange("number of rows with logits", plan.num_logits_rows(), 0, limits.max_num_seqs));
   if (num_rows != header.num_tokens) {
     return absl::InvalidArgumentError(fmt::format(
         "step message: number of rows is {}; the sequences have {}", header.num_tokens, num_rows));
@@ -240,7 +249,18 @@ absl::Status ValidateSampling(const SamplingParams& params) {
     return absl::InvalidArgumentError(
         fmt::format("top_k is {}; allowed is 0 (off) and above", params.top_k));
   }
+  if (!(params.min_p >= 0 && params.min_p <= 1)) {
+    return absl::InvalidArgumentError(fmt::format("min_p is {}; allowed is 0 to 1", params.min_p));
+  }
   return absl::OkStatus();
+}
+
+std::int32_t StepPlan::num_logits_rows() const {
+  std::int32_t total = 0;
+  for (const PlanSequence& sequence : sequences) {
+    total += sequence.num_scored + sequence.num_sampled;
+  }
+  return total;
 }
 
 std::int32_t StepPlan::num_sampled_rows() const {
@@ -252,6 +272,7 @@ std::int32_t StepPlan::num_sampled_rows() const {
 void StepPlan::Clear() {
   step = 0;
   sampling_deltas.clear();
+  logits_deltas.clear();
   table_deltas.clear();
   delta_blocks.clear();
   sequences.clear();
@@ -286,7 +307,9 @@ void EncodeStep(absl::Span<const std::int32_t> previous_tokens, const StepPlan& 
     writer.Put(delta.params.temperature);
     writer.Put(delta.params.top_p);
     writer.Put(delta.params.top_k);
+    writer.Put(delta.params.min_p);
     writer.Put(delta.params.seed);
+    writer.Put(std::int32_t{delta.params.whole_row});
   }
   for (const BlockTableDelta& delta : plan.table_deltas) {
     writer.Put(delta.slot);
@@ -299,6 +322,7 @@ void EncodeStep(absl::Span<const std::int32_t> previous_tokens, const StepPlan& 
     writer.Put(sequence.num_rows);
     writer.Put(sequence.first_position);
     writer.Put(sequence.num_sampled);
+    writer.Put(sequence.num_scored);
   }
   for (std::int32_t token : plan.token_ids) writer.Put(token);
   CHECK(writer.end() == out.data() + out.size());

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "fmt/format.h"
@@ -87,6 +88,8 @@ absl::Status RankRunner::AllocateWorkspace() {
   if (layout_.rank() == 0) {
     ASSIGN_OR_RETURN(whole_rows_, Buffer::Allocate(tp * sampled * padded_vocab_ * kFloat));
     ASSIGN_OR_RETURN(whole_row_, Buffer::Allocate(sampled * config_.vocab_size * kFloat));
+    ASSIGN_OR_RETURN(processed_, Buffer::Allocate(config_.vocab_size * kFloat));
+    processors_.resize(sampled);
   }
   token_ids_.resize(rows);
   temperature_.resize(sampled);
@@ -95,16 +98,17 @@ absl::Status RankRunner::AllocateWorkspace() {
   best_.resize(sampled);
   all_best_.resize(tp * sampled);
   whole_index_.reserve(sampled);
-  sampling_.resize(sampled);
-  sampled_tokens_.resize(sampled);
+  logits_rows_.reserve(sampled);
+  sampled_tokens_.reserve(sampled);
   return absl::OkStatus();
 }
 
 std::int64_t RankRunner::workspace_bytes() const {
   std::int64_t bytes = attention_->workspace_bytes();
   if (moe_.has_value()) bytes += moe_->workspace_bytes();
-  for (const kernels::Buffer* buffer : {&x_, &normed_, &gate_up_, &activated_, &rope_tables_,
-                                        &logits_, &whole_send_, &whole_rows_, &whole_row_}) {
+  for (const kernels::Buffer* buffer :
+       {&x_, &normed_, &gate_up_, &activated_, &rope_tables_, &logits_, &whole_send_, &whole_rows_,
+        &whole_row_, &processed_}) {
     bytes += buffer->size_bytes();
   }
   return bytes;
@@ -112,6 +116,7 @@ std::int64_t RankRunner::workspace_bytes() const {
 
 void RankRunner::PrepareStep(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens) {
   slots_.Apply(plan);
+  TakeLogitsDeltas(plan, previous_tokens);
   rows_.Build(plan, slots_, layout_, config_.sliding_window);
   for (std::int32_t i = 0; i < plan.num_rows(); ++i) {
     const std::int32_t id = plan.token_ids[i];
@@ -232,11 +237,11 @@ absl::Status RankRunner::RunLayers() {
 }
 
 absl::Status RankRunner::ComputeLogits() {
-  const auto num_sampled = static_cast<std::int32_t>(rows_.sampled_row.size());
-  // The layers are done: normed_ is free for the sampled rows.
+  const auto num_sampled = static_cast<std::int32_t>(rows_.logits_row.size());
+  // The layers are done: normed_ is free for the rows with logits.
   float* sampled_x = normed_.as<float>();
   RETURN_IF_ERROR(kernels::GatherRows({.in = x_.as<float>(),
-                                       .index = rows_.sampled_row.data(),
+                                       .index = rows_.logits_row.data(),
                                        .out = sampled_x,
                                        .num_rows = num_sampled,
                                        .size = config_.hidden_size},
@@ -284,49 +289,141 @@ absl::Status RankRunner::GatherWholeRows() {
   return absl::OkStatus();
 }
 
-absl::Status RankRunner::SampleRows(const StepPlan& plan) {
-  std::int32_t num_sampled = 0;
+void RankRunner::TakeLogitsDeltas(const StepPlan& plan,
+                                  absl::Span<const std::int32_t> previous_tokens) {
+  if (layout_.rank() != 0) return;
+  for (const SamplingDelta& delta : plan.sampling_deltas) processors_[delta.slot].Clear();
+  for (const LogitsDelta& delta : plan.logits_deltas) {
+    absl::Span<const std::int32_t> tokens = delta.token_ids;
+    std::int32_t pending = 0;
+    if (tokens.back() < 0) {
+      pending = std::max(0, previous_tokens[~tokens.back()]);
+      tokens.remove_suffix(1);
+    }
+    LogitsProcessor& processor = processors_[delta.slot];
+    processor.Start(delta.params, tokens, delta.num_prompt_tokens);
+    if (tokens.size() < delta.token_ids.size()) processor.Append(pending);
+  }
+}
+
+void RankRunner::ListLogitsRows(const StepPlan& plan) {
+  logits_rows_.clear();
   whole_index_.clear();
   for (const PlanSequence& sequence : plan.sequences) {
     const SamplingParams& params = slots_.sampling(sequence.slot);
-    for (std::int32_t i = 0; i < sequence.num_sampled; ++i) {
-      if (options_.gather_all_logits || params.NeedsWholeRow()) whole_index_.push_back(num_sampled);
-      sampling_[num_sampled] = &params;
-      temperature_[num_sampled] = params.temperature;
-      seed_[num_sampled] = params.seed;
-      sample_position_[num_sampled] = rows_.position[rows_.sampled_row[num_sampled]] + 1;
-      ++num_sampled;
+    for (std::int32_t i = 0; i < sequence.num_scored + sequence.num_sampled; ++i) {
+      const auto index = static_cast<std::int32_t>(logits_rows_.size());
+      const bool sampled = i >= sequence.num_scored;
+      if (options_.gather_all_logits || !sampled || params.NeedsWholeRow()) {
+        whole_index_.push_back(index);
+      }
+      logits_rows_.push_back({.slot = sequence.slot, .sampled = sampled});
+      temperature_[index] = params.temperature;
+      seed_[index] = params.seed;
+      sample_position_[index] = rows_.position[rows_.logits_row[index]] + 1;
     }
   }
+}
+
+absl::Status RankRunner::SampleRows(const StepPlan& plan) {
+  ListLogitsRows(plan);
+  const auto num_rows = static_cast<std::int32_t>(logits_rows_.size());
   RETURN_IF_ERROR(kernels::GumbelArgmax({.logits = logits_.as<float>(),
                                          .temperature = temperature_.data(),
                                          .seed = seed_.data(),
                                          .position = sample_position_.data(),
                                          .out = best_.data(),
                                          .logits_stride = padded_vocab_,
-                                         .num_rows = num_sampled,
+                                         .num_rows = num_rows,
                                          .vocab_size = vocab_.size(),
                                          .first_token_id = vocab_.begin},
                                         stream_));
-  RETURN_IF_ERROR(world_.Gather(
-      best_.data(), all_best_.data(),
-      num_sampled * static_cast<std::int64_t>(sizeof(kernels::ArgmaxResult)), stream_));
+  RETURN_IF_ERROR(world_.Gather(best_.data(), all_best_.data(),
+                                num_rows * static_cast<std::int64_t>(sizeof(kernels::ArgmaxResult)),
+                                stream_));
   RETURN_IF_ERROR(GatherWholeRows());
-  if (layout_.rank() != 0) return absl::OkStatus();
+  return layout_.rank() == 0 ? FinishRows() : absl::OkStatus();
+}
 
-  for (std::int32_t i = 0; i < num_sampled; ++i) {
-    sampled_tokens_[i] = Sampler::Best(&all_best_[i], layout_.tensor_parallel_size(), num_sampled);
-  }
-  for (std::size_t i = 0; i < whole_index_.size(); ++i) {
-    const std::int32_t row = whole_index_[i];
-    if (!sampling_[row]->NeedsWholeRow()) continue;
-    sampled_tokens_[row] = sampler_.Sample(Logits(row), *sampling_[row], sample_position_[row]);
+absl::Status RankRunner::FinishRows() {
+  const auto num_rows = static_cast<std::int32_t>(logits_rows_.size());
+  for (std::int32_t i = 0; i < num_rows; ++i) {
+    const auto [slot, sampled] = logits_rows_[i];
+    LogitsProcessor& processor = processors_[slot];
+    const LogitsParams* params = processor.params();
+    if (!sampled) {
+      logprobs_.push_back(LogprobsOf(Logits(i), LogSumExp(i),
+                                     processor.prompt_token(sample_position_[i]),
+                                     *params->prompt_logprobs));
+      continue;
+    }
+    std::int32_t token = Sampler::Best(&all_best_[i], layout_.tensor_parallel_size(), num_rows);
+    if (token >= 0 && slots_.sampling(slot).NeedsWholeRow()) {
+      ASSIGN_OR_RETURN(token, SampleWholeRow(i));
+    }
+    sampled_tokens_.push_back(token);
+    if (params == nullptr) continue;
+    if (params->logprobs.has_value()) {
+      PositionLogprobs logprobs;
+      if (token >= 0) logprobs = LogprobsOf(Logits(i), LogSumExp(i), token, *params->logprobs);
+      logprobs_.push_back(std::move(logprobs));
+    }
+    if (token >= 0) processor.Append(token);
   }
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::int32_t> RankRunner::SampleWholeRow(std::int32_t index) {
+  const std::int32_t slot = logits_rows_[index].slot;
+  const SamplingParams& sampling = slots_.sampling(slot);
+  absl::Span<const float> logits = Logits(index);
+  const LogitsParams* params = processors_[slot].params();
+  if (params != nullptr && params->ChangesLogits()) {
+    const absl::Span<float> processed(processed_.as<float>(), logits.size());
+    std::copy(logits.begin(), logits.end(), processed.begin());
+    processors_[slot].Process(processed);
+    logits = processed;
+  }
+  std::int32_t token = 0;
+  if (sampling.HasFilter()) {
+    token = sampler_.Sample(logits, sampling, sample_position_[index]);
+  } else {
+    kernels::ArgmaxResult best;
+    RETURN_IF_ERROR(kernels::GumbelArgmax({.logits = logits.data(),
+                                           .temperature = &sampling.temperature,
+                                           .seed = &sampling.seed,
+                                           .position = &sample_position_[index],
+                                           .out = &best,
+                                           .logits_stride = config_.vocab_size,
+                                           .num_rows = 1,
+                                           .vocab_size = config_.vocab_size,
+                                           .first_token_id = 0},
+                                          stream_));
+    RETURN_IF_ERROR(stream_.Synchronize());
+    token = best.token_id;
+  }
+  if (token >= 0 && logits[token] == -std::numeric_limits<float>::infinity()) return kNoTokenLeft;
+  return token;
+}
+
+// Of the raw logits of a row: from the ranks' own.
+double RankRunner::LogSumExp(std::int32_t index) const {
+  const std::size_t num_rows = logits_rows_.size();
+  const std::size_t end = num_rows * layout_.tensor_parallel_size();
+  double highest = -std::numeric_limits<double>::infinity();
+  for (std::size_t i = index; i < end; i += num_rows) {
+    highest = std::max(highest, double{all_best_[i].logsumexp});
+  }
+  double sum = 0;
+  for (std::size_t i = index; i < end; i += num_rows) {
+    sum += std::exp(all_best_[i].logsumexp - highest);
+  }
+  return highest + std::log(sum);
+}
+
 absl::Span<const float> RankRunner::Logits(std::int32_t index) const {
-  const auto at = std::find(whole_index_.begin(), whole_index_.end(), index) - whole_index_.begin();
+  const auto at =
+      std::lower_bound(whole_index_.begin(), whole_index_.end(), index) - whole_index_.begin();
   return {whole_row_.as<float>() + at * config_.vocab_size,
           static_cast<std::size_t>(config_.vocab_size)};
 }
@@ -340,7 +437,7 @@ absl::Status RankRunner::CheckPlanIsEverywhere([[maybe_unused]] const StepPlan& 
   mix(static_cast<std::int64_t>(plan.step));
   for (const PlanSequence& s : plan.sequences) {
     for (std::int64_t value : {std::int64_t{s.slot}, std::int64_t{s.num_rows}, s.first_position,
-                               std::int64_t{s.num_sampled}}) {
+                               std::int64_t{s.num_sampled}, std::int64_t{s.num_scored}}) {
       mix(value);
     }
   }
@@ -356,20 +453,21 @@ absl::Status RankRunner::CheckPlanIsEverywhere([[maybe_unused]] const StepPlan& 
   return absl::OkStatus();
 }
 
-absl::StatusOr<absl::Span<const std::int32_t>> RankRunner::Execute(
-    const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens) {
-  const std::int32_t num_sampled = plan.num_sampled_rows();
-  CHECK(plan.num_rows() <= options_.max_num_batched_tokens && num_sampled <= options_.max_num_seqs);
+absl::StatusOr<StepOutput> RankRunner::Execute(const StepPlan& plan,
+                                               absl::Span<const std::int32_t> previous_tokens) {
+  const std::int32_t num_logits = plan.num_logits_rows();
+  CHECK(plan.num_rows() <= options_.max_num_batched_tokens && num_logits <= options_.max_num_seqs);
+  sampled_tokens_.clear();
+  logprobs_.clear();
   PrepareStep(plan, previous_tokens);
   RETURN_IF_ERROR(CheckPlanIsEverywhere(plan));
   RETURN_IF_ERROR(RunLayers());
-  if (num_sampled > 0) {
+  if (num_logits > 0) {
     RETURN_IF_ERROR(ComputeLogits());
     RETURN_IF_ERROR(SampleRows(plan));
   }
   RETURN_IF_ERROR(stream_.Synchronize());
-  if (layout_.rank() != 0) return absl::Span<const std::int32_t>();
-  return absl::Span<const std::int32_t>(sampled_tokens_.data(), num_sampled);
+  return StepOutput{.token_ids = sampled_tokens_, .logprobs = absl::MakeSpan(logprobs_)};
 }
 
 }  // namespace weft

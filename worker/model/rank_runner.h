@@ -16,6 +16,7 @@
 #include "worker/model/attention_layer.h"
 #include "worker/model/decoder_weights.h"
 #include "worker/model/kv_cache.h"
+#include "worker/model/logits_processor.h"
 #include "worker/model/model_config.h"
 #include "worker/model/moe_layer.h"
 #include "worker/model/sampler.h"
@@ -25,21 +26,28 @@
 namespace weft {
 
 struct RunnerOptions {
-  std::int32_t max_num_seqs = 64;             // slots, and sampled rows of a step
+  std::int32_t max_num_seqs = 64;             // slots, and rows with logits of a step
   std::int32_t max_num_batched_tokens = 256;  // rows of a step
   std::int64_t max_model_len = 0;
   DcpExchange exchange = DcpExchange::kAgRs;
   // Grows while a step runs, once a layer, for the watchdog; may be null.
   std::atomic<std::uint64_t>* progress = nullptr;
-  // Bring every sampled row's logits to the leader, for tests against reference logits.
+  // Bring the logits of every row that has some to the leader, for tests against references.
   bool gather_all_logits = false;
 };
 
-// Executes plans on one rank: embed, layers, logits of the sampled rows, the next tokens. All
-// ranks of the group run the same plan; they meet in the collectives of `world` (all T ranks) and
-// `dcp` (this rank's DCP group).
+// What a step gives, on rank 0 and valid until the next one; empty on the other ranks.
+struct StepOutput {
+  absl::Span<const std::int32_t> token_ids;  // of sampled rows, in the plan's order
+  absl::Span<PositionLogprobs> logprobs;     // as in StepResult
+};
+
+// Executes plans on one rank: embed, layers, logits of the rows that need them, the next tokens.
+// All ranks of the group run the same plan; they meet in the collectives of `world` (all T ranks)
+// and `dcp` (this rank's DCP group).
 //
-// Allocates nothing after Create(). Threading: the rank's executor thread.
+// Allocates nothing after Create() but for sequences with LogitsParams. Threading: the rank's
+// executor thread.
 class RankRunner {
  public:
   // The largest collective it will ask `world` for, for FabricCommunicatorOptions::max_bytes;
@@ -54,13 +62,12 @@ class RankRunner {
       kernels::Stream& stream);
 
   // Runs one step. `previous_tokens` are the previous step's sampled tokens, for rows that refer
-  // to them. On rank 0 the result is the sampled tokens in the plan's order (-1: the model's output
-  // was not a number), valid until the next call; empty on the other ranks. Errors are those of
-  // the collectives and end the group.
-  absl::StatusOr<absl::Span<const std::int32_t>> Execute(
-      const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
+  // to them. Errors are those of the collectives and end the group.
+  absl::StatusOr<StepOutput> Execute(const StepPlan& plan,
+                                     absl::Span<const std::int32_t> previous_tokens);
 
-  // With gather_all_logits, on rank 0: the logits of sampled row `index` of the last step.
+  // With gather_all_logits, on rank 0: the logits of the `index`-th row of the last step that has
+  // some.
   absl::Span<const float> Logits(std::int32_t index) const;
 
   std::int64_t workspace_bytes() const;
@@ -77,8 +84,15 @@ class RankRunner {
   // x = residual + this rank's part of MLP(normed).
   absl::Status RunDenseMlp(const DecoderLayerWeights& weights, const float* residual);
   absl::Status ComputeLogits();
+  void TakeLogitsDeltas(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
+  // What is to be done with each row that has logits.
+  void ListLogitsRows(const StepPlan& plan);
   absl::Status SampleRows(const StepPlan& plan);
   absl::Status GatherWholeRows();
+  // Leader: fills sampled_tokens_ and logprobs_.
+  absl::Status FinishRows();
+  absl::StatusOr<std::int32_t> SampleWholeRow(std::int32_t index);
+  double LogSumExp(std::int32_t index) const;
   absl::Status CheckPlanIsEverywhere(const StepPlan& plan);
 
   const ModelConfig& config_;
@@ -102,19 +116,27 @@ class RankRunner {
   kernels::Buffer gate_up_;              // [rows, 2 * own intermediate]
   kernels::Buffer activated_;            // [rows, own intermediate]
   kernels::Buffer rope_tables_;  // cos, sin, owned cos, owned sin: [rows, rotary_dim / 2] each
-  kernels::Buffer logits_;       // [sampled, padded_vocab]
+  kernels::Buffer logits_;       // [logits rows, padded_vocab]
   kernels::Buffer whole_send_;   // [whole rows, padded_vocab]
   kernels::Buffer whole_rows_;   // leader: [T, whole rows, padded_vocab]
   kernels::Buffer whole_row_;    // leader: [whole rows, vocab]
+  kernels::Buffer processed_;    // leader: [vocab]
 
-  // Per sampled row.
+  std::vector<LogitsProcessor> processors_;  // leader: [max_num_seqs]
+  std::vector<PositionLogprobs> logprobs_;
+
+  // Per row with logits.
+  struct LogitsRow {
+    std::int32_t slot = 0;
+    bool sampled = false;  // else scored
+  };
+  std::vector<LogitsRow> logits_rows_;
   std::vector<float> temperature_;
   std::vector<std::uint64_t> seed_;
   std::vector<std::int64_t> sample_position_;
   std::vector<kernels::ArgmaxResult> best_;      // own candidates
-  std::vector<kernels::ArgmaxResult> all_best_;  // leader: [T, sampled]
-  std::vector<std::int32_t> whole_index_;        // which sampled rows are gathered whole
-  std::vector<const SamplingParams*> sampling_;
+  std::vector<kernels::ArgmaxResult> all_best_;  // leader: [T, logits rows]
+  std::vector<std::int32_t> whole_index_;        // which of them are gathered whole
   std::vector<std::int32_t> sampled_tokens_;
 };
 

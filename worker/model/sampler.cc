@@ -21,6 +21,18 @@ std::int32_t Sampler::Best(const kernels::ArgmaxResult* candidates, int num_rank
   return best->token_id;
 }
 
+std::int32_t Sampler::KeepMinP(absl::Span<const float> logits, const SamplingParams& params,
+                               std::int32_t count) {
+  const auto first = order_.begin();
+  const float highest = *std::max_element(logits.begin(), logits.end());
+  const double least = std::log(double{params.min_p});
+  const auto kept = std::partition(first, first + count, [&](std::int32_t id) {
+    // Equal infinities have no difference.
+    return logits[id] == highest || (double{logits[id]} - highest) / params.temperature >= least;
+  });
+  return static_cast<std::int32_t>(kept - first);
+}
+
 std::int32_t Sampler::KeepTopP(absl::Span<const float> logits, const SamplingParams& params,
                                std::int32_t count) {
   const auto first = order_.begin();
@@ -67,6 +79,7 @@ std::int32_t Sampler::Sample(absl::Span<const float> logits, const SamplingParam
   }
   auto kept = static_cast<std::int32_t>(logits.size());
   std::iota(order_.begin(), order_.begin() + kept, 0);
+  if (params.min_p > 0) kept = KeepMinP(logits, params, kept);
   if (params.top_k > 0 && params.top_k < kept) {
     std::nth_element(order_.begin(), order_.begin() + params.top_k - 1, order_.begin() + kept,
                      Higher{logits});

@@ -21,10 +21,10 @@ class Sampler {
   static std::int32_t Best(const kernels::ArgmaxResult* candidates, int num_ranks,
                            std::int64_t stride);
 
-  // Filters, then draws. Order as in vLLM: temperature, then top_k (of logits equal to the
-  // k-th the lowest ids stay), then top_p over what is left: the smallest set of the
-  // most probable tokens whose probability reaches top_p. -1 when a logit is NaN. Takes time linear
-  // in the vocabulary. temperature > 0.
+  // Filters, then draws. Order as in vLLM: temperature, min_p, then top_k (of logits equal to the
+  // k-th the lowest ids stay), then top_p over what is left: the smallest set of the most probable
+  // tokens whose probability reaches top_p. -1 when a logit is NaN. Takes time linear in the
+  // vocabulary. temperature > 0.
   std::int32_t Sample(absl::Span<const float> logits, const SamplingParams& params,
                       std::int64_t position);
 
@@ -37,6 +37,9 @@ class Sampler {
     }
   };
 
+  // Moves what min_p keeps of order_[0, count) to the front; how many those are.
+  std::int32_t KeepMinP(absl::Span<const float> logits, const SamplingParams& params,
+                        std::int32_t count);
   // Moves what top_p keeps of order_[0, count) to the front; how many those are.
   std::int32_t KeepTopP(absl::Span<const float> logits, const SamplingParams& params,
                         std::int32_t count);

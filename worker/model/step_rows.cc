@@ -29,13 +29,13 @@ StepRows::StepRows(std::int32_t max_rows) {
   first_in_window.reserve(max_rows);
   owned_row.reserve(max_rows);
   owned_kv_slot.reserve(max_rows);
-  sampled_row.reserve(max_rows);
+  logits_row.reserve(max_rows);
 }
 
 void StepRows::Build(const StepPlan& plan, const SlotTable& slots, const ShardLayout& layout,
                      std::int64_t window) {
   for (auto* column :
-       {&slot, &visible_len, &first_visible, &first_in_window, &owned_row, &sampled_row}) {
+       {&slot, &visible_len, &first_visible, &first_in_window, &owned_row, &logits_row}) {
     column->clear();
   }
   position.clear();
@@ -56,7 +56,8 @@ void StepRows::Build(const StepPlan& plan, const SlotTable& slots, const ShardLa
         owned_row.push_back(row);
         owned_kv_slot.push_back(block * layout.block_tokens_per_rank() + layout.OffsetInBlock(p));
       }
-      if (i >= sequence.num_rows - sequence.num_sampled) sampled_row.push_back(row);
+      if (i >= sequence.num_rows - sequence.num_sampled - sequence.num_scored)
+        logits_row.push_back(row);
     }
   }
 }

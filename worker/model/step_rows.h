@@ -45,8 +45,8 @@ struct StepRows {
   // Rows whose K and V this rank stores, and where.
   std::vector<std::int32_t> owned_row;
   std::vector<std::int64_t> owned_kv_slot;  // block id * B + offset in the block
-  // Rows that get a token.
-  std::vector<std::int32_t> sampled_row;
+  // Rows that are scored or sampled from.
+  std::vector<std::int32_t> logits_row;
 
   explicit StepRows(std::int32_t max_rows);
   std::int32_t num_rows() const { return static_cast<std::int32_t>(position.size()); }

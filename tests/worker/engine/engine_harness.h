@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -50,10 +51,13 @@ class EngineHarness {
   // Brings the result of the oldest step in flight, if there is one, and plans.
   Rows Step(absl::Time now = kStart) {
     if (in_flight.empty()) return Plan(std::nullopt, now);
-    const auto [step, num_tokens] = in_flight.front();
+    const InFlight step = in_flight.front();
     in_flight.pop_front();
-    const std::vector<std::int32_t> tokens(num_tokens, next_token);
-    return Plan(StepResult{.step = step, .token_ids = tokens}, now);
+    const std::vector<std::int32_t> tokens(step.num_tokens, next_token);
+    std::vector<PositionLogprobs> logprobs(step.num_logprobs);
+    return Plan(
+        StepResult{.step = step.step, .token_ids = tokens, .logprobs = absl::MakeSpan(logprobs)},
+        now);
   }
   // Plans on top of what is in flight.
   Rows StepAhead(absl::Time now = kStart) { return Plan(std::nullopt, now); }
@@ -75,8 +79,14 @@ class EngineHarness {
   std::unique_ptr<Engine> engine;
   std::int32_t next_token = 1;
   std::optional<StepPlan> plan;  // the last one, if the last call gave one
-  std::deque<std::pair<std::uint64_t, std::int32_t>> in_flight;  // step, sampled rows
-  std::map<std::int32_t, std::uint64_t> owners;                  // slot -> request
+  struct InFlight {
+    std::uint64_t step;
+    std::int32_t num_tokens;
+    std::int32_t num_logprobs;
+  };
+  std::deque<InFlight> in_flight;
+  std::map<std::int32_t, std::uint64_t> owners;  // slot -> request
+  std::set<std::int32_t> tells_logprobs;         // slots
 
  private:
   Rows Plan(std::optional<StepResult> result, absl::Time now) {
@@ -85,12 +95,20 @@ class EngineHarness {
     Rows rows;
     if (made == nullptr) return rows;
     plan = *made;
-    in_flight.push_back({made->step, made->num_sampled_rows()});
+    in_flight.push_back({made->step, made->num_sampled_rows(), 0});
     for (const SamplingDelta& delta : made->sampling_deltas) {
       owners[delta.slot] = delta.params.seed;
+      tells_logprobs.erase(delta.slot);
+    }
+    for (const LogitsDelta& delta : made->logits_deltas) {
+      if (delta.params->logprobs.has_value()) tells_logprobs.insert(delta.slot);
     }
     for (const PlanSequence& sequence : made->sequences) {
       rows[owners.at(sequence.slot)] = sequence.num_rows;
+      in_flight.back().num_logprobs += sequence.num_scored;
+      if (tells_logprobs.contains(sequence.slot)) {
+        in_flight.back().num_logprobs += sequence.num_sampled;
+      }
     }
     return rows;
   }

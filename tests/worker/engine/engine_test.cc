@@ -223,6 +223,16 @@ TEST(EngineTest, RefusesBadRequestsAndSaysWhatIsAllowed) {
       {[](EngineRequest& r) { r.prompt_token_ids.assign(32, 1); },
        "the prompt has 32 tokens; max_model_len 32 allows 31"},
       {[](EngineRequest& r) { r.max_tokens = 0; }, "max_tokens is 0"},
+      {[](EngineRequest& r) {
+         r.stop_token_ids = {1, -7};
+       },
+       "stop_token_ids[1] is -7"},
+      {[](EngineRequest& r) { r.sampling.min_p = 1.5F; }, "min_p is 1.5"},
+      {[](EngineRequest& r) {
+         r.max_tokens = 3;
+         r.logits = std::make_shared<LogitsParams>(LogitsParams{.min_tokens = 4});
+       },
+       "min_tokens is 4; max_tokens 3 allows 0 to 3"},
       {[](EngineRequest& r) { r.sampling.temperature = -1; }, "temperature is -1"},
       {[](EngineRequest& r) { r.sampling.top_p = 0; }, "top_p is 0"},
       {[](EngineRequest& r) { r.sampling.top_k = -2; }, "top_k is -2"},
@@ -230,14 +240,15 @@ TEST(EngineTest, RefusesBadRequestsAndSaysWhatIsAllowed) {
   for (const Case& c : cases) {
     EngineRequest request = EngineHarness::Request(1, 3);
     c.spoil(request);
-    const absl::Status status = harness.engine->Add(request, kStart);
+    const absl::Status status = CheckRequest(request, harness.engine->options());
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(std::string(status.message()), HasSubstr(c.says));
   }
-  EXPECT_FALSE(harness.engine->HasWork());
   EngineRequest edge = EngineHarness::Request(1, 31);
   edge.prompt_token_ids = std::vector<std::int32_t>(31, 99);
   edge.max_tokens = std::numeric_limits<std::int32_t>::max();
+  edge.logits = std::make_shared<LogitsParams>(LogitsParams{.min_tokens = edge.max_tokens});
+  EXPECT_TRUE(CheckRequest(edge, harness.engine->options()).ok());
   EXPECT_TRUE(harness.engine->Add(edge, kStart).ok());
 }
 

@@ -40,6 +40,7 @@ struct TracedRequest {
   bool added = false;
   bool cancelled = false;
   std::vector<std::int32_t> tokens;
+  std::size_t num_prompt_logprobs = 0;
   FinishReason finish = FinishReason::kNone;
 };
 
@@ -52,6 +53,8 @@ struct Trace {
 // What all traces together have seen; guards against a test that tests nothing.
 struct Coverage {
   std::map<FinishReason, int> finishes;
+  std::int64_t prompt_logprobs = 0;
+  int no_token_left = 0;
   std::uint64_t preemptions = 0;
   std::int64_t references = 0;
   std::uint64_t steps = 0;
@@ -73,6 +76,20 @@ EngineOptions DrawOptions(Random& random) {
   return options;
 }
 
+std::shared_ptr<const LogitsParams> DrawLogits(Random& random, const EngineRequest& request) {
+  LogitsParams params;
+  if (Draw(random, 0, 1) == 0) {
+    params.min_tokens = Draw(random, 0, std::min(request.max_tokens, 6));
+    params.ending_tokens = request.eos_token_ids;
+    params.ending_tokens.insert(params.ending_tokens.end(), request.stop_token_ids.begin(),
+                                request.stop_token_ids.end());
+  }
+  if (Draw(random, 0, 1) == 0) params.logprobs = Draw(random, 0, 2);
+  if (Draw(random, 0, 1) == 0) params.prompt_logprobs = Draw(random, 0, 2);
+  if (params.IsNeutral()) params.presence_penalty = 1;
+  return std::make_shared<const LogitsParams>(std::move(params));
+}
+
 TracedRequest DrawRequest(Random& random, std::uint64_t id, const EngineOptions& options) {
   TracedRequest traced;
   EngineRequest& request = traced.request;
@@ -90,6 +107,7 @@ TracedRequest DrawRequest(Random& random, std::uint64_t id, const EngineOptions&
   request.ignore_eos = Draw(random, 0, 2) == 0;
   request.sampling.seed = id;
   request.priority = Draw(random, -1, 1);
+  if (Draw(random, 0, 1) == 0) request.logits = DrawLogits(random, request);
   traced.arrival_tick = Draw(random, 0, 60);
   if (Draw(random, 0, 5) == 0) traced.cancel_tick = traced.arrival_tick + Draw(random, 0, 40);
   if (Draw(random, 0, 5) == 0) {
@@ -105,19 +123,34 @@ void Expect(const Trace& trace, TracedRequest& traced) {
     return std::find(ids.begin(), ids.end(), id) != ids.end();
   };
   std::vector<std::int32_t> tokens = request.prompt_token_ids;
+  const auto num_prompt_tokens = static_cast<std::int32_t>(tokens.size());
+  const std::int32_t min_tokens = request.logits == nullptr ? 0 : request.logits->min_tokens;
+  if (request.logits != nullptr && request.logits->prompt_logprobs.has_value() &&
+      request.resume_token_ids.empty()) {
+    for (std::size_t i = 1; i < tokens.size(); ++i) {
+      if (trace.model.NextToken(request.sampling.seed, absl::MakeConstSpan(tokens).first(i)) ==
+          -1) {
+        traced.expected_finish = FinishReason::kError;
+        return;
+      }
+    }
+  }
   for (std::int64_t i = 0;; ++i) {
     const bool resumed = i < static_cast<std::int64_t>(request.resume_token_ids.size());
-    const std::int32_t token = resumed ? request.resume_token_ids[i]
-                                       : trace.model.NextToken(request.sampling.seed, tokens);
-    if (token == -1) {
+    const std::int32_t token = resumed
+                                   ? request.resume_token_ids[i]
+                                   : trace.model.Sample(request.sampling.seed, tokens,
+                                                        num_prompt_tokens, request.logits.get());
+    if (token < 0) {
       traced.expected_finish = FinishReason::kError;
       return;
     }
     tokens.push_back(token);
     if (!resumed) traced.expected_tokens.push_back(token);
-    if (!request.ignore_eos && contains(request.eos_token_ids, token)) {
+    const bool may_end = i >= min_tokens;
+    if (may_end && !request.ignore_eos && contains(request.eos_token_ids, token)) {
       traced.expected_finish = FinishReason::kEos;
-    } else if (contains(request.stop_token_ids, token)) {
+    } else if (may_end && contains(request.stop_token_ids, token)) {
       traced.expected_finish = FinishReason::kStopToken;
     } else if (i + 1 >= request.max_tokens ||
                static_cast<std::int64_t>(tokens.size()) >= trace.options.max_model_len) {
@@ -155,6 +188,7 @@ class TraceRunner {
   void AddAndCancel();
   void StepOnce();
   void TakeEvents();
+  void CheckLogprobs(TracedRequest& traced, const TokenEvent& event);
   void CheckFinished(const TracedRequest& traced);
   std::int64_t MaxSteps() const;
   TracedRequest& Find(RequestId id) {
@@ -169,6 +203,7 @@ class TraceRunner {
   std::int64_t tick_ = 0;
   std::size_t num_done_ = 0;
   std::uint64_t num_tokens_ = 0;
+  int no_token_left_ = 0;
   bool stalled_ = false;  // there was work, and the last Step() planned none
 };
 
@@ -212,17 +247,21 @@ void TraceRunner::Run(Coverage& coverage) {
   coverage.preemptions += stats.num_preemptions;
   coverage.references += group_.num_references();
   coverage.steps += stats.steps;
-  for (const TracedRequest& traced : trace_.requests) ++coverage.finishes[traced.finish];
+  coverage.no_token_left += no_token_left_;
+  for (const TracedRequest& traced : trace_.requests) {
+    ++coverage.finishes[traced.finish];
+    coverage.prompt_logprobs += static_cast<std::int64_t>(traced.num_prompt_logprobs);
+  }
 }
 
 void TraceRunner::AddAndCancel() {
   for (TracedRequest& traced : trace_.requests) {
     const EngineRequest& request = traced.request;
     if (!traced.added && traced.arrival_tick <= tick_) {
-      std::vector<std::int32_t> given = request.prompt_token_ids;
-      given.insert(given.end(), request.resume_token_ids.begin(), request.resume_token_ids.end());
-      oracle_.Add(request.sampling.seed, std::move(given));
-      const absl::Status status = engine_->Add(request, At(tick_));
+      oracle_.Add(request);
+      absl::Status status = CheckRequest(request, engine_->options());
+      ASSERT_TRUE(status.ok()) << status;
+      status = engine_->Add(request, At(tick_));
       ASSERT_TRUE(status.ok()) << status;
       traced.added = true;
     }
@@ -253,17 +292,47 @@ void TraceRunner::TakeEvents() {
   for (const TokenEvent& event : events) {
     TracedRequest& traced = Find(event.id);
     ASSERT_EQ(traced.finish, FinishReason::kNone) << "news after the end";
+    CheckLogprobs(traced, event);
     if (event.token_id.has_value()) {
       traced.tokens.push_back(*event.token_id);
       ++num_tokens_;
     }
-    EXPECT_EQ(event.error.code(), event.finish == FinishReason::kError ? absl::StatusCode::kInternal
-                                                                       : absl::StatusCode::kOk);
+    if (event.error.code() == absl::StatusCode::kInvalidArgument) {
+      ++no_token_left_;
+    } else {
+      EXPECT_EQ(event.error.code(), event.finish == FinishReason::kError
+                                        ? absl::StatusCode::kInternal
+                                        : absl::StatusCode::kOk);
+    }
     traced.finish = event.finish;
     if (event.finish == FinishReason::kNone) continue;
     ++num_done_;
     CheckFinished(traced);
   }
+}
+
+// Scores are positions. Those of the prompt come once each, in order, before the first token.
+void TraceRunner::CheckLogprobs(TracedRequest& traced, const TokenEvent& event) {
+  const EngineRequest& request = traced.request;
+  const auto& prompt = request.prompt_token_ids;
+  const LogitsParams none;
+  const LogitsParams& asked = request.logits == nullptr ? none : *request.logits;
+  for (const PositionLogprobs& position : event.prompt_logprobs) {
+    ASSERT_TRUE(asked.prompt_logprobs.has_value() && traced.tokens.empty());
+    EXPECT_EQ(position.token.logprob, static_cast<float>(traced.num_prompt_logprobs));
+    ASSERT_LT(++traced.num_prompt_logprobs, prompt.size());
+    EXPECT_EQ(position.token.token_id, prompt[traced.num_prompt_logprobs]);
+  }
+  ASSERT_EQ(event.logprobs.has_value(), event.token_id.has_value() && asked.logprobs.has_value());
+  if (event.token_id.has_value() && request.resume_token_ids.empty()) {
+    EXPECT_EQ(traced.num_prompt_logprobs,
+              asked.prompt_logprobs.has_value() ? prompt.size() - 1 : 0);
+  }
+  if (!event.logprobs.has_value()) return;
+  EXPECT_EQ(event.logprobs->token.token_id, *event.token_id);
+  EXPECT_EQ(event.logprobs->token.logprob,
+            static_cast<float>(prompt.size() + request.resume_token_ids.size() - 1 +
+                               traced.tokens.size()));
 }
 
 void TraceRunner::CheckFinished(const TracedRequest& traced) {
@@ -298,6 +367,8 @@ TEST(EngineTraceTest, TokensAreThoseOfThePlainComputation) {
   }
   EXPECT_GT(coverage.preemptions, 0u);
   EXPECT_GT(coverage.references, 0);
+  EXPECT_GT(coverage.prompt_logprobs, 0);
+  EXPECT_GT(coverage.no_token_left, 0);
   RecordProperty("steps", std::to_string(coverage.steps));
   RecordProperty("preemptions", std::to_string(coverage.preemptions));
 }

@@ -1,6 +1,7 @@
 #include "tests/worker/engine/simulated_group.h"
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "gtest/gtest.h"
@@ -28,9 +29,35 @@ std::int32_t SimulatedModel::NextToken(std::uint64_t seed,
   return static_cast<std::int32_t>(hash % vocab_size);
 }
 
+std::int32_t SimulatedModel::Sample(std::uint64_t seed, absl::Span<const std::int32_t> tokens,
+                                    std::int32_t num_prompt_tokens,
+                                    const LogitsParams* params) const {
+  std::int32_t token = NextToken(seed, tokens);
+  if (token < 0 || params == nullptr) return token;
+  if (static_cast<std::int32_t>(tokens.size()) - num_prompt_tokens >= params->min_tokens) {
+    return token;
+  }
+  const auto& held_back = params->ending_tokens;
+  for (std::int32_t i = 0; i < vocab_size; ++i, token = (token + 1) % vocab_size) {
+    if (std::find(held_back.begin(), held_back.end(), token) == held_back.end()) return token;
+  }
+  return kNoTokenLeft;
+}
+
+void Oracle::Add(const EngineRequest& request) {
+  TrueSequence& sequence = sequences_[request.sampling.seed];
+  sequence.tokens = request.prompt_token_ids;
+  sequence.tokens.insert(sequence.tokens.end(), request.resume_token_ids.begin(),
+                         request.resume_token_ids.end());
+  sequence.num_prompt_tokens = static_cast<std::int32_t>(request.prompt_token_ids.size());
+  sequence.logits = request.logits;
+}
+
 absl::Span<const std::int32_t> Oracle::Tokens(std::uint64_t seed, std::size_t length) {
-  std::vector<std::int32_t>& tokens = tokens_.at(seed);
-  while (tokens.size() < length) tokens.push_back(std::max(model_.NextToken(seed, tokens), 0));
+  auto& [tokens, num_prompt_tokens, logits] = sequences_.at(seed);
+  while (tokens.size() < length) {
+    tokens.push_back(std::max(model_.Sample(seed, tokens, num_prompt_tokens, logits.get()), 0));
+  }
   return absl::MakeConstSpan(tokens).first(length);
 }
 
@@ -46,6 +73,7 @@ StepResult SimulatedGroup::Execute() {
   // As a follower gets it: through the wire format, with the tokens of the step before.
   std::vector<std::byte> message;
   EncodeStep(previous_tokens_, queue_.front(), message);
+  const std::vector<LogitsDelta> logits_deltas = std::move(queue_.front().logits_deltas);
   queue_.pop_front();
   std::vector<std::int32_t> previous_tokens;
   StepPlan plan;
@@ -55,6 +83,7 @@ StepResult SimulatedGroup::Execute() {
   last_step_ = plan.step;
   CheckShape(plan);
   ApplyDeltas(plan);
+  TakeLogitsDeltas(logits_deltas, previous_tokens);
 
   for (std::int32_t& token : plan.token_ids) {
     if (token >= 0) continue;
@@ -62,6 +91,7 @@ StepResult SimulatedGroup::Execute() {
     token = std::max(previous_tokens[~token], 0);
   }
   sampled_tokens_.clear();
+  logprobs_.clear();
   std::size_t first_row = 0;
   for (const PlanSequence& sequence : plan.sequences) {
     RunSequence(sequence,
@@ -70,7 +100,20 @@ StepResult SimulatedGroup::Execute() {
   }
   EXPECT_EQ(static_cast<std::int32_t>(sampled_tokens_.size()), plan.num_sampled_rows());
   previous_tokens_ = sampled_tokens_;
-  return {.step = plan.step, .token_ids = sampled_tokens_};
+  return {.step = plan.step, .token_ids = sampled_tokens_, .logprobs = absl::MakeSpan(logprobs_)};
+}
+
+void SimulatedGroup::TakeLogitsDeltas(absl::Span<const LogitsDelta> deltas,
+                                      absl::Span<const std::int32_t> previous_tokens) {
+  for (const LogitsDelta& delta : deltas) {
+    Slot& slot = slots_[delta.slot];
+    EXPECT_EQ(slot.next_position, 0) << "a LogitsDelta of a slot that nobody took over";
+    slot.logits = delta.params;
+    slot.known_tokens = delta.token_ids;
+    slot.num_prompt_tokens = delta.num_prompt_tokens;
+    std::int32_t& last = slot.known_tokens.back();
+    if (last < 0) last = std::max(previous_tokens[~last], 0);
+  }
 }
 
 void SimulatedGroup::CheckShape(const StepPlan& plan) {
@@ -90,6 +133,7 @@ void SimulatedGroup::CheckShape(const StepPlan& plan) {
 void SimulatedGroup::ApplyDeltas(const StepPlan& plan) {
   for (const SamplingDelta& delta : plan.sampling_deltas) {
     slots_[delta.slot].sampling = delta.params;
+    slots_[delta.slot].logits = nullptr;
     slots_[delta.slot].next_position = 0;  // the slot was taken over
   }
   std::size_t first_block = 0;
@@ -122,12 +166,38 @@ void SimulatedGroup::RunSequence(const PlanSequence& sequence,
         .written = true, .seed = slot.sampling.seed, .position = position, .token = tokens[row]};
   }
   slot.next_position = end;
+  const std::int32_t first_sampled = sequence.num_rows - sequence.num_sampled;
   for (std::int32_t row = 0; row < sequence.num_rows; ++row) {
-    const bool good = ReadContext(slot, sequence.first_position + row);
-    if (row >= sequence.num_rows - sequence.num_sampled) {
-      sampled_tokens_.push_back(good ? model_.NextToken(slot.sampling.seed, context_) : 0);
+    const std::int64_t position = sequence.first_position + row;
+    if (!ReadContext(slot, position)) context_.assign(position + 1, 0);
+    if (row >= first_sampled) {
+      SampleRow(slot, position);
+    } else if (row >= first_sampled - sequence.num_scored) {
+      ScoreRow(slot, position);
     }
   }
+}
+
+// A score is the position, so that the engine's order of them shows.
+void SimulatedGroup::ScoreRow(const Slot& slot, std::int64_t position) {
+  ASSERT_TRUE(slot.logits != nullptr && slot.logits->prompt_logprobs.has_value());
+  ASSERT_LT(position + 1, slot.num_prompt_tokens);
+  const bool nan = model_.NextToken(slot.sampling.seed, context_) < 0;
+  logprobs_.push_back({.token = {.token_id = slot.known_tokens[position + 1],
+                                 .logprob = nan ? std::nanf("") : static_cast<float>(position)}});
+}
+
+void SimulatedGroup::SampleRow(Slot& slot, std::int64_t position) {
+  if (slot.logits != nullptr) {
+    EXPECT_EQ(slot.known_tokens, context_) << "the leader knows other tokens than the ranks";
+  }
+  const std::int32_t token =
+      model_.Sample(slot.sampling.seed, context_, slot.num_prompt_tokens, slot.logits.get());
+  sampled_tokens_.push_back(token);
+  if (slot.logits == nullptr) return;
+  slot.known_tokens.push_back(std::max(token, 0));
+  if (!slot.logits->logprobs.has_value()) return;
+  logprobs_.push_back({.token = {.token_id = token, .logprob = static_cast<float>(position)}});
 }
 
 // Sets context_ to what a row at `position` sees; false if that is not its sequence's prefix.

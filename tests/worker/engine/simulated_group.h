@@ -19,6 +19,9 @@ struct SimulatedModel {
   std::int32_t nan_one_in = 0;  // one result in this many is -1; 0 is never
 
   std::int32_t NextToken(std::uint64_t seed, absl::Span<const std::int32_t> tokens) const;
+  // What a request gets: of LogitsParams (null: none) min_tokens is obeyed, by taking the next id.
+  std::int32_t Sample(std::uint64_t seed, absl::Span<const std::int32_t> tokens,
+                      std::int32_t num_prompt_tokens, const LogitsParams* params) const;
 };
 
 // The plain sequential computation, without batches, blocks or ends: the truth.
@@ -27,14 +30,19 @@ class Oracle {
   explicit Oracle(const SimulatedModel& model) : model_(model) {}
 
   // Sequences are told apart by their seeds.
-  void Add(std::uint64_t seed, std::vector<std::int32_t> tokens) { tokens_[seed] = tokens; }
-  bool Knows(std::uint64_t seed) const { return tokens_.contains(seed); }
+  void Add(const EngineRequest& request);
+  bool Knows(std::uint64_t seed) const { return sequences_.contains(seed); }
   // The first `length` tokens. One that was not a number is 0 here, as rows after it see it.
   absl::Span<const std::int32_t> Tokens(std::uint64_t seed, std::size_t length);
 
  private:
   SimulatedModel model_;
-  std::map<std::uint64_t, std::vector<std::int32_t>> tokens_;
+  struct TrueSequence {
+    std::vector<std::int32_t> tokens;
+    std::int32_t num_prompt_tokens = 0;
+    std::shared_ptr<const LogitsParams> logits;
+  };
+  std::map<std::uint64_t, TrueSequence> sequences_;
 };
 
 // A group of ranks as the engine sees it: executes plans, in order, against a paged KV memory in
@@ -62,11 +70,18 @@ class SimulatedGroup {
   struct Slot {
     std::vector<std::int32_t> table;
     SamplingParams sampling;
+    std::shared_ptr<const LogitsParams> logits;
+    std::vector<std::int32_t> known_tokens;  // with logits: prompt and output
+    std::int32_t num_prompt_tokens = 0;
     std::int64_t next_position = 0;
   };
 
   void ApplyDeltas(const StepPlan& plan);
   void CheckShape(const StepPlan& plan);
+  void TakeLogitsDeltas(absl::Span<const LogitsDelta> deltas,
+                        absl::Span<const std::int32_t> previous_tokens);
+  void ScoreRow(const Slot& slot, std::int64_t position);
+  void SampleRow(Slot& slot, std::int64_t position);
   void RunSequence(const PlanSequence& sequence, absl::Span<const std::int32_t> tokens);
   bool ReadContext(const Slot& slot, std::int64_t position);
   Cell& CellOf(const Slot& slot, std::int64_t position);
@@ -80,6 +95,7 @@ class SimulatedGroup {
   std::uint64_t last_step_ = 0;
   std::vector<std::int32_t> previous_tokens_;  // sampled by the step before
   std::vector<std::int32_t> sampled_tokens_;
+  std::vector<PositionLogprobs> logprobs_;
   std::vector<std::int32_t> context_;
   std::int64_t num_references_ = 0;
 };

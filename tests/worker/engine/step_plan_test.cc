@@ -12,7 +12,7 @@ namespace weft {
 
 bool operator==(const PlanSequence& a, const PlanSequence& b) {
   return a.slot == b.slot && a.num_rows == b.num_rows && a.first_position == b.first_position &&
-         a.num_sampled == b.num_sampled;
+         a.num_sampled == b.num_sampled && a.num_scored == b.num_scored;
 }
 bool operator==(const BlockTableDelta& a, const BlockTableDelta& b) {
   return a.slot == b.slot && a.first_index == b.first_index && a.num_blocks == b.num_blocks;
@@ -52,7 +52,7 @@ struct Message {
 Message RandomMessage(Random& random) {
   Message message;
   message.previous_tokens.resize(Draw(random, 0, kLimits.max_num_batched_tokens));
-  for (auto& token : message.previous_tokens) token = Draw(random, -1, kLimits.vocab_size - 1);
+  for (auto& token : message.previous_tokens) token = Draw(random, -2, kLimits.vocab_size - 1);
   StepPlan& plan = message.plan;
   plan.step = std::max<std::uint64_t>(1, random());
   plan.sampling_deltas.resize(Draw(random, 0, kLimits.max_num_seqs));
@@ -61,7 +61,9 @@ Message RandomMessage(Random& random) {
     delta.params = {.temperature = Draw(random, 0, 20) / 10.0f,
                     .top_p = Draw(random, 1, 10) / 10.0f,
                     .top_k = static_cast<std::int32_t>(Draw(random, 0, 1 << 30)),
-                    .seed = random()};
+                    .min_p = Draw(random, 0, 10) / 10.0f,
+                    .seed = random(),
+                    .whole_row = Draw(random, 0, 1) == 1};
   }
   plan.table_deltas.resize(Draw(random, 0, kLimits.max_num_seqs));
   for (auto& delta : plan.table_deltas) {
@@ -73,13 +75,20 @@ Message RandomMessage(Random& random) {
     }
   }
   const std::int64_t num_sequences = Draw(random, 0, kLimits.max_num_seqs);
+  std::int64_t logits_left = kLimits.max_num_seqs;
   for (std::int64_t i = 0; i < num_sequences; ++i) {
     const std::int32_t rows = Draw(random, 1, 4);
     plan.sequences.push_back(
         {.slot = static_cast<std::int32_t>(Draw(random, 0, kLimits.max_num_seqs - 1)),
          .num_rows = rows,
          .first_position = Draw(random, 0, kLimits.max_model_len - rows),
-         .num_sampled = static_cast<std::int32_t>(Draw(random, 0, rows))});
+         .num_sampled = static_cast<std::int32_t>(
+             Draw(random, 0, std::min<std::int64_t>(rows, logits_left)))});
+    PlanSequence& sequence = plan.sequences.back();
+    logits_left -= sequence.num_sampled;
+    sequence.num_scored =
+        Draw(random, 0, std::min<std::int64_t>(rows - sequence.num_sampled, logits_left));
+    logits_left -= sequence.num_scored;
     for (int row = 0; row < rows; ++row) {
       plan.token_ids.push_back(Draw(random,
                                     -static_cast<std::int64_t>(message.previous_tokens.size()),
@@ -129,7 +138,7 @@ TEST(StepPlanTest, BytesAreLittleEndianAndPacked) {
   const std::vector<std::byte> bytes = Encode(message);
   const unsigned char expected[] = {
       'W', 'E', 'F', 'T',              // magic
-      1,   0,   0,   0,                // version
+      2,   0,   0,   0,                // version
       8,   7,   6,   5,   4, 3, 2, 1,  // step
       1,   0,   0,   0,   0, 0, 0, 0, 0, 0, 0,   0,   0,   0,
       0,   0,   0,   0,   0, 0, 0, 0, 0, 0, 255, 255, 255, 255};  // the previous token
@@ -165,10 +174,12 @@ void ExpectFits(const Message& message) {
     ASSERT_TRUE(sequence.slot >= 0 && sequence.slot < kLimits.max_num_seqs);
     ASSERT_TRUE(sequence.num_rows >= 1 && sequence.first_position >= 0);
     ASSERT_LE(sequence.first_position + sequence.num_rows, kLimits.max_model_len);
-    ASSERT_TRUE(sequence.num_sampled >= 0 && sequence.num_sampled <= sequence.num_rows);
+    ASSERT_TRUE(sequence.num_sampled >= 0 && sequence.num_scored >= 0);
+    ASSERT_LE(sequence.num_sampled + sequence.num_scored, sequence.num_rows);
     rows += sequence.num_rows;
   }
   ASSERT_EQ(rows, plan.num_rows());
+  ASSERT_LE(plan.num_logits_rows(), kLimits.max_num_seqs);
   for (std::int32_t token : plan.token_ids) {
     ASSERT_LT(token, kLimits.vocab_size);
     ASSERT_LT(~token, static_cast<std::int64_t>(message.previous_tokens.size()));
@@ -238,7 +249,7 @@ TEST(StepPlanTest, LimitsHoldAtTheirEdges) {
     std::int64_t min, max;
   };
   const Case cases[] = {
-      {"previous token", [](Message& m, std::int64_t v) { m.previous_tokens[0] = v; }, -1, 99},
+      {"previous token", [](Message& m, std::int64_t v) { m.previous_tokens[0] = v; }, -2, 99},
       {"slot of a sampling delta",
        [](Message& m, std::int64_t v) { m.plan.sampling_deltas[0].slot = v; }, 0, 7},
       {"slot of a table delta", [](Message& m, std::int64_t v) { m.plan.table_deltas[0].slot = v; },
@@ -264,6 +275,13 @@ TEST(StepPlanTest, LimitsHoldAtTheirEdges) {
        [](Message& m, std::int64_t v) { m.plan.sequences[0].first_position = v; }, 0, 255},
       {"sampled rows of a sequence",
        [](Message& m, std::int64_t v) { m.plan.sequences[0].num_sampled = v; }, 0, 1},
+      {"scored rows of a sequence",
+       [](Message& m, std::int64_t v) {
+         m.plan.sequences[0].num_rows = 3;
+         m.plan.token_ids = {5, 5, 5};
+         m.plan.sequences[0].num_scored = v;
+       },
+       0, 2},
       {"token", [](Message& m, std::int64_t v) { m.plan.token_ids[0] = v; }, -1, 99},
       {"top_k", [](Message& m, std::int64_t v) { m.plan.sampling_deltas[0].params.top_k = v; }, 0,
        std::numeric_limits<std::int32_t>::max()},
@@ -285,6 +303,17 @@ TEST(StepPlanTest, LimitsHoldAtTheirEdges) {
   }
 }
 
+TEST(StepPlanTest, RowsWithLogitsAreAtMostMaxNumSeqs) {
+  Message message = SmallMessage();
+  message.plan.sequences[0].num_rows = 10;
+  message.plan.token_ids.assign(10, 5);
+  message.plan.sequences[0].num_scored = 7;
+  EXPECT_TRUE(Decode(message).ok()) << Decode(message);
+  message.plan.sequences[0].num_scored = 8;
+  EXPECT_THAT(std::string(Decode(message).message()),
+              HasSubstr("number of rows with logits is 9; allowed is 0 to 8"));
+}
+
 TEST(StepPlanTest, HugeValuesDoNotOverflowTheChecks) {
   Message message = SmallMessage();
   message.plan.sequences[0].first_position = std::numeric_limits<std::int64_t>::max();
@@ -304,7 +333,7 @@ TEST(StepPlanTest, RefusesWrongMagicVersionAndStepZero) {
   EXPECT_THAT(std::string(Decode(bytes, decoded).message()), HasSubstr("magic"));
   bytes = Encode(SmallMessage());
   bytes[4] ^= std::byte{2};
-  EXPECT_THAT(std::string(Decode(bytes, decoded).message()), HasSubstr("version is 3"));
+  EXPECT_THAT(std::string(Decode(bytes, decoded).message()), HasSubstr("version is 0"));
   Message message = SmallMessage();
   message.plan.step = 0;
   EXPECT_THAT(std::string(Decode(message).message()), HasSubstr("step is 0"));
@@ -319,6 +348,10 @@ TEST(StepPlanTest, SamplingOutOfRangeIsRefused) {
   for (float top_p : {0.0f, -1.0f, 1.0001f, nan}) {
     EXPECT_FALSE(ValidateSampling({.top_p = top_p}).ok()) << top_p;
   }
+  for (float min_p : {-0.1f, 1.0001f, nan}) {
+    EXPECT_FALSE(ValidateSampling({.min_p = min_p}).ok()) << min_p;
+  }
+  EXPECT_TRUE(ValidateSampling({.min_p = 1}).ok());
   EXPECT_FALSE(ValidateSampling({.top_k = -1}).ok());
   EXPECT_TRUE(ValidateSampling({.temperature = 0, .top_p = 1, .top_k = 0}).ok());
   EXPECT_TRUE(ValidateSampling({.temperature = 2, .top_p = 1e-6f, .top_k = 1}).ok());

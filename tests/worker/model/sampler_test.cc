@@ -143,7 +143,7 @@ TEST(SamplerTest, NothingButMinusInfinityGivesTheLowestId) {
 TEST(SamplerTest, BestIsTheHighestScoreThenTheLowestId) {
   using kernels::ArgmaxResult;
   const auto candidate = [](float score, std::int32_t id) {
-    return ArgmaxResult{.score = score, .logsumexp = 0, .logit = 0, .token_id = id};
+    return ArgmaxResult{.score = score, .logsumexp = 0, .token_id = id};
   };
   // Two rows, three ranks: row 0 at 0, 2, 4.
   const std::vector<ArgmaxResult> all = {candidate(1, 5),  candidate(9, 3),  candidate(2, 17),

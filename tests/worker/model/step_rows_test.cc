@@ -33,6 +33,7 @@ StepPlan RandomPlan(Rng& rng, int block_size) {
                               .num_rows = num_rows,
                               .first_position = first,
                               .num_sampled = Draw(rng, 0, num_rows)});
+    plan.sequences.back().num_scored = Draw(rng, 0, num_rows - plan.sequences.back().num_sampled);
     plan.token_ids.resize(plan.token_ids.size() + num_rows, 7);
     // In two deltas, the second one later in the table.
     const int cut = Draw(rng, 1, kMaxBlocks - 1);
@@ -57,7 +58,7 @@ void CheckRows(const StepRows& rows, const StepPlan& plan, int n, int interleave
   std::size_t row = 0;
   std::vector<std::int32_t> owned_row;
   std::vector<std::int64_t> owned_kv_slot;
-  std::vector<std::int32_t> sampled_row;
+  std::vector<std::int32_t> logits_row;
   std::size_t sequence_index = 0;
   for (const PlanSequence& sequence : plan.sequences) {
     const std::int32_t* blocks = plan.delta_blocks.data() + sequence_index++ * kMaxBlocks;
@@ -75,15 +76,15 @@ void CheckRows(const StepRows& rows, const StepPlan& plan, int n, int interleave
         owned_row.push_back(static_cast<std::int32_t>(row));
         owned_kv_slot.push_back(blocks[p / block_size] * (block_size / n) + offset);
       }
-      if (i >= sequence.num_rows - sequence.num_sampled) {
-        sampled_row.push_back(static_cast<std::int32_t>(row));
+      if (i >= sequence.num_rows - sequence.num_sampled - sequence.num_scored) {
+        logits_row.push_back(static_cast<std::int32_t>(row));
       }
     }
   }
   ASSERT_EQ(rows.num_rows(), static_cast<std::int32_t>(row));
   EXPECT_EQ(rows.owned_row, owned_row);
   EXPECT_EQ(rows.owned_kv_slot, owned_kv_slot);
-  EXPECT_EQ(rows.sampled_row, sampled_row);
+  EXPECT_EQ(rows.logits_row, logits_row);
 }
 
 TEST(StepRowsTest, EqualsBruteForceOverLayoutsAndPlans) {

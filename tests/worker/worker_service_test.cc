@@ -1,0 +1,273 @@
+// The leader's gRPC service over real connections, in front of a whole group in this process.
+
+#include "worker/worker_service.h"
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "gmock/gmock.h"
+#include "grpcpp/grpcpp.h"
+#include "gtest/gtest.h"
+#include "server/grpc_server.h"
+#include "tests/golden.h"
+#include "tests/worker/local_group.h"
+
+namespace weft {
+namespace {
+
+using ::testing::HasSubstr;
+using Response = v1::WorkerGenerateResponse;
+
+constexpr std::int32_t kVocab = 320;
+constexpr std::int32_t kEos = 2;
+
+// Generate as a client sees it.
+class Call {
+ public:
+  Call(v1::Worker::Stub& stub, const v1::WorkerGenerateRequest& request)
+      : reader_(stub.Generate(&context_, request)) {}
+
+  // False at the end of the stream.
+  bool Read(Response& response) { return reader_->Read(&response); }
+  // All of it in one message; sets `status`.
+  Response ReadAll(grpc::Status& status) {
+    Response all;
+    Response next;
+    while (Read(next)) MergeInto(all, next);
+    status = reader_->Finish();
+    return all;
+  }
+  grpc::Status Finish() {
+    grpc::Status status;
+    ReadAll(status);
+    return status;
+  }
+
+ private:
+  static void MergeInto(Response& all, const Response& next) { all.MergeFrom(next); }
+
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReader<Response>> reader_;
+};
+
+class WorkerServiceTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    WEFT_GOLDEN_OR_SKIP(dir, "llama_gqa");
+    LocalGroupOptions options;
+    options.model.model_dir = dir;
+    options.model.layout = {
+        .tensor_parallel_size = 2, .decode_context_parallel_size = 2, .block_size = 16};
+    options.model.num_blocks = 200;
+    options.model.max_model_len = 500;
+    options.rank.stall_timeout = absl::Seconds(20);
+    auto group = LocalGroup::Start(options);
+    ASSERT_TRUE(group.ok()) << group.status();
+    group_ = *std::move(group);
+    service_ = std::make_unique<WorkerService>(joins_, 1, RequestLimits{.max_logprobs = -1},
+                                               [](std::int32_t, const absl::Status&) {});
+    grpc::Service* services[] = {service_.get()};
+    auto server = GrpcServer::Start({.listen_addresses = {"127.0.0.1:0"}}, services);
+    ASSERT_TRUE(server.ok()) << server.status();
+    server_ = *std::move(server);
+    stub_ = v1::Worker::NewStub(NewGrpcChannel(server_->addresses()[0]));
+    v1::GroupState state;
+    state.set_vocab_size(kVocab);
+    state.add_eos_token_ids(kEos);
+    service_->SetReady(group_->leader(), state);
+  }
+  void TearDown() override {
+    if (server_ != nullptr) server_->Shutdown(absl::ZeroDuration());
+    if (service_ != nullptr) service_->Stop();
+    server_.reset();
+  }
+
+  static v1::WorkerGenerateRequest Request(const std::string& id, std::uint32_t attempt,
+                                           std::int32_t max_tokens) {
+    v1::WorkerGenerateRequest request;
+    request.set_request_id(id);
+    request.set_attempt(attempt);
+    for (int i = 0; i < 5; ++i) request.add_prompt_token_ids(10 + i);
+    request.mutable_sampling()->set_seed(1);
+    request.mutable_sampling()->set_temperature(0);
+    request.mutable_sampling()->set_ignore_eos(true);
+    request.mutable_sampling()->set_max_tokens(max_tokens);
+    return request;
+  }
+  // True when `condition` holds within 20 s.
+  template <typename Condition>
+  static bool Await(const Condition& condition) {
+    for (int i = 0; i < 4000; ++i) {
+      if (condition()) return true;
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+    return false;
+  }
+
+  JoinTable joins_{1};
+  std::unique_ptr<LocalGroup> group_;
+  std::unique_ptr<WorkerService> service_;
+  std::unique_ptr<GrpcServer> server_;
+  std::unique_ptr<v1::Worker::Stub> stub_;
+};
+
+TEST_F(WorkerServiceTest, LogprobsAndTheWayItEndedReachTheClient) {
+  v1::WorkerGenerateRequest request = Request("a", 0, 20);
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  sampling.set_ignore_eos(false);
+  sampling.set_logprobs(3);
+  sampling.set_prompt_logprobs(2);
+  sampling.set_min_tokens(4);
+  (*sampling.mutable_logit_bias())[kEos] = 100;
+  grpc::Status status;
+  const Response response = Call(*stub_, request).ReadAll(status);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  ASSERT_EQ(response.token_ids_size(), 5);  // min_tokens, then the end that the bias asks for
+  EXPECT_EQ(response.token_ids(4), kEos);
+  EXPECT_EQ(response.finish_reason(), v1::FINISH_REASON_STOP);
+  EXPECT_TRUE(response.ended_by_eos());
+  ASSERT_EQ(response.logprobs_size(), 5);
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_EQ(response.logprobs(i).token().token_id(), response.token_ids(i));
+    EXPECT_EQ(response.logprobs(i).top_size(), 3);
+  }
+  ASSERT_EQ(response.prompt_logprobs_size(), 4);
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(response.prompt_logprobs(i).token().token_id(), 11 + i);
+    EXPECT_EQ(response.prompt_logprobs(i).top_size(), 2);
+  }
+}
+
+TEST_F(WorkerServiceTest, WhatIsOutOfRangeIsInvalidArgument) {
+  v1::WorkerGenerateRequest request = Request("a", 0, 20);
+  request.mutable_sampling()->set_presence_penalty(2.5F);
+  const grpc::Status status = Call(*stub_, request).Finish();
+  EXPECT_EQ(status.error_code(), grpc::INVALID_ARGUMENT);
+  EXPECT_EQ(status.error_message(), "presence_penalty is 2.5; allowed is -2 to 2");
+  EXPECT_TRUE(Await([&] { return service_->calls().num_open_streams() == 0; }));
+}
+
+TEST_F(WorkerServiceTest, ANewerAttemptEndsAnOlderOneThatStillRuns) {
+  Response response;
+  Call first(*stub_, Request("a", 1, 490));
+  ASSERT_TRUE(first.Read(response));
+  for (std::uint32_t attempt : {0, 1}) {
+    const grpc::Status status = Call(*stub_, Request("a", attempt, 4)).Finish();
+    EXPECT_EQ(status.error_code(), grpc::ALREADY_EXISTS);
+    EXPECT_THAT(status.error_message(), HasSubstr("request a runs here as attempt 1"));
+  }
+  EXPECT_TRUE(Call(*stub_, Request("b", 0, 4)).Finish().ok());  // another request
+  Call second(*stub_, Request("a", 2, 4));
+  EXPECT_TRUE(second.Finish().ok());
+  const grpc::Status ended = first.Finish();
+  EXPECT_EQ(ended.error_code(), grpc::ABORTED);
+  EXPECT_EQ(ended.error_message(), "attempt 2 has taken over");
+  EXPECT_TRUE(Await([&] { return group_->leader().num_requests() == 0; }));
+  // The id is free again, for any attempt: nothing is remembered.
+  EXPECT_EQ(service_->calls().num_running_ids(), 0);
+  EXPECT_TRUE(Call(*stub_, Request("a", 0, 4)).Finish().ok());
+}
+
+TEST_F(WorkerServiceTest, AnIdIsFreeAsSoonAsItsEndIsSeen) {
+  for (int i = 0; i < 200; ++i) {
+    ASSERT_TRUE(Call(*stub_, Request("a", 0, 1 + i % 3)).Finish().ok()) << i;
+  }
+  EXPECT_EQ(service_->calls().num_running_ids(), 0);
+}
+
+TEST_F(WorkerServiceTest, RequestsWithoutAnIdAreNotFenced) {
+  std::vector<std::unique_ptr<Call>> calls;
+  for (int i = 0; i < 4; ++i) calls.push_back(std::make_unique<Call>(*stub_, Request("", 0, 50)));
+  for (const auto& call : calls) EXPECT_TRUE(call->Finish().ok());
+}
+
+// Attempts that overtake each other on the way: whatever the order, one of each id runs at most,
+// and nothing is left.
+TEST_F(WorkerServiceTest, RacingAttemptsLeaveNothingBehind) {
+  std::vector<std::thread> threads;
+  std::atomic<int> ok{0};
+  for (int t = 0; t < 8; ++t) {
+    threads.emplace_back([&, t] {
+      for (std::uint32_t attempt = 0; attempt < 20; ++attempt) {
+        const grpc::Status status =
+            Call(*stub_, Request(t % 2 == 0 ? "even" : "odd", attempt, 30)).Finish();
+        ok += status.ok();
+        EXPECT_TRUE(status.ok() || status.error_code() == grpc::ABORTED ||
+                    status.error_code() == grpc::ALREADY_EXISTS)
+            << status.error_message();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GT(ok, 0);
+  EXPECT_TRUE(Await([&] {
+    return group_->leader().num_requests() == 0 && service_->calls().num_open_streams() == 0;
+  }));
+  EXPECT_EQ(service_->calls().num_running_ids(), 0);
+}
+
+TEST_F(WorkerServiceTest, ACancelledRequestIsNotAborted) {
+  Response response;
+  Call call(*stub_, Request("a", 0, 490));
+  ASSERT_TRUE(call.Read(response));
+  service_->EndRequests();  // as a drain that runs out of time
+  grpc::Status status;
+  const Response rest = call.ReadAll(status);
+  EXPECT_EQ(rest.finish_reason(), v1::FINISH_REASON_UNSPECIFIED);
+  EXPECT_EQ(status.error_code(), grpc::UNAVAILABLE);
+  EXPECT_EQ(status.error_message(), "this group drains");
+  EXPECT_TRUE(Await([&] { return group_->leader().num_requests() == 0; }));
+}
+
+// What a drain waits for: a reader's last message, not only the end of its request.
+TEST_F(WorkerServiceTest, AStreamIsOpenUntilItsReaderHasItAll) {
+  v1::WorkerGenerateRequest request = Request("a", 0, 100);
+  request.mutable_sampling()->set_logprobs(-1);  // more than this connection buffers
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 1 << 14);
+  const auto stub = v1::Worker::NewStub(grpc::CreateCustomChannel(
+      server_->addresses()[0], grpc::InsecureChannelCredentials(), arguments));
+  Call call(*stub, request);
+  EXPECT_TRUE(Await([&] {
+    return service_->calls().num_open_streams() == 1 && group_->leader().num_requests() == 0;
+  }));
+  absl::SleepFor(absl::Milliseconds(50));
+  EXPECT_EQ(service_->calls().num_open_streams(), 1);
+  grpc::Status status;
+  EXPECT_EQ(call.ReadAll(status).logprobs_size(), 100);
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EXPECT_TRUE(Await([&] { return service_->calls().num_open_streams() == 0; }));
+}
+
+TEST_F(WorkerServiceTest, AWatcherNeverSeesAnOlderStateAfterANewerOne) {
+  grpc::ClientContext context;
+  const auto watch = stub_->WatchState(&context, {});
+  v1::GroupState state;
+  ASSERT_TRUE(watch->Read(&state));
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 500; ++i) service_->SetState("busy");
+    });
+  }
+  std::thread last([&] {
+    for (std::thread& thread : threads) thread.join();
+    service_->SetState("last");
+  });
+  std::uint64_t seq = state.seq();
+  while (watch->Read(&state)) {
+    ASSERT_GT(state.seq(), seq);
+    seq = state.seq();
+    if (state.group().state() == "last") break;
+  }
+  last.join();
+  EXPECT_EQ(state.group().state(), "last");
+  context.TryCancel();
+  watch->Finish();
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "server/grpc_stream.h"
+#include "weft/v1/worker.pb.h"
+#include "worker/leader.h"
+
+namespace weft {
+
+// The Worker.Generate calls of a leader, each from its request to the end of its stream.
+//
+// A request that a router replays comes again with a higher attempt, maybe while an earlier one
+// still runs here for nobody: of one request_id only the newest attempt runs. Ids of requests that
+// have ended are free again, and not remembered.
+//
+// Thread-safe.
+class GenerateCalls {
+ public:
+  using Response = v1::WorkerGenerateResponse;
+
+  GenerateCalls();
+  ~GenerateCalls();
+
+  // Hands `request` to `leader`, which outlives the call, and returns its stream. A running older
+  // attempt ends with ABORTED. ALREADY_EXISTS on the stream when the same or a newer attempt runs;
+  // an empty request_id is nobody's. Everything else that is wrong is Leader::Submit()'s.
+  grpc::ServerWriteReactor<Response>* Start(Leader& leader, const std::string& request_id,
+                                            std::uint32_t attempt, EngineRequest request);
+  // A stream that says no more than `status`.
+  static grpc::ServerWriteReactor<Response>* Refuse(const absl::Status& status);
+
+  // Ends every stream of a running request with `status`.
+  void EndAll(const absl::Status& status);
+
+  // Streams whose last message has not been taken by their reader's connection.
+  std::int64_t num_open_streams() const;
+  // Request ids that are taken.
+  std::int64_t num_running_ids() const;
+
+ private:
+  class Call;
+  struct Table;
+
+  const std::shared_ptr<Table> table_;
+};
+
+}  // namespace weft
