@@ -14,21 +14,22 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// The ids that top_k, then top_p leave, by sorting everything.
+// The ids that min_p, top_k, then top_p leave, by sorting everything.
 std::vector<std::int32_t> Candidates(const std::vector<float>& logits,
                                      const SamplingParams& params) {
   std::vector<std::int32_t> ids(logits.size());
   std::iota(ids.begin(), ids.end(), 0);
   std::stable_sort(ids.begin(), ids.end(),
                    [&](std::int32_t a, std::int32_t b) { return logits[a] > logits[b]; });
-  if (params.top_k > 0 && static_cast<std::size_t>(params.top_k) < ids.size()) {
-    ids.resize(params.top_k);
-  }
   const float highest = logits[ids[0]];
   const auto weight = [&](std::int32_t id) -> long double {
     if (logits[id] == highest) return 1;
     return std::exp((static_cast<long double>(logits[id]) - highest) / params.temperature);
   };
+  std::erase_if(ids, [&](std::int32_t id) { return weight(id) < params.min_p; });
+  if (params.top_k > 0 && static_cast<std::size_t>(params.top_k) < ids.size()) {
+    ids.resize(params.top_k);
+  }
   long double total = 0;
   for (std::int32_t id : ids) total += weight(id);
   long double reached = 0;
@@ -80,11 +81,12 @@ TEST(SamplerTest, EqualsBruteForce) {
         .temperature = std::vector{0.3F, 1.0F, 2.5F}[rng() % 3],
         .top_p = std::vector{1.0F, 0.999999F, 0.95F, 0.5F, 0.25F, 1e-6F}[rng() % 6],
         .top_k = std::vector{0, 1, 3, 40, 1000}[rng() % 5],
+        .min_p = std::vector{0.0F, 0.0F, 1e-6F, 0.1F, 0.5F, 1.0F}[rng() % 6],
         .seed = rng()};
     Sampler sampler(size);
     ASSERT_EQ(sampler.Sample(logits, params, seed), Draw(logits, params, seed)) << fmt::format(
-        "seed {} kind {} size {} temperature {} top_p {} top_k {}", seed, static_cast<int>(kind),
-        size, params.temperature, params.top_p, params.top_k);
+        "seed {} kind {} size {} temperature {} top_p {} top_k {} min_p {}", seed,
+        static_cast<int>(kind), size, params.temperature, params.top_p, params.top_k, params.min_p);
   }
 }
 
@@ -114,6 +116,12 @@ TEST(SamplerTest, DrawsEveryCandidateAndNoOther) {
   EXPECT_EQ(drawn({.top_p = 0.66F}), (Ids{0, 1, 2, 3}));
   EXPECT_EQ(drawn({.top_p = 0.2F}), (Ids{0, 1}));
   EXPECT_EQ(drawn({.top_p = 0.19F}), (Ids{0}));
+  // Relative to the most probable: 1 three times, 0.607 three times, 0.368.
+  EXPECT_EQ(drawn({.min_p = 0.3F}), (Ids{0, 1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(drawn({.min_p = 0.5F}), (Ids{0, 1, 2, 3, 4, 6}));
+  EXPECT_EQ(drawn({.min_p = 1}), (Ids{0, 1, 3}));
+  EXPECT_EQ(drawn({.temperature = 0.5F, .min_p = 0.3F}), (Ids{0, 1, 2, 3, 4, 6}));
+  EXPECT_EQ(drawn({.top_p = 0.66F, .min_p = 1}), (Ids{0, 1}));  // of what min_p leaves
   // top_p counts within what top_k leaves: a third each.
   EXPECT_EQ(drawn({.top_p = 0.6F, .top_k = 3}), (Ids{0, 1}));
 }
