@@ -1,7 +1,5 @@
 #include "server/group_flags.h"
 
-#include <algorithm>
-#include <array>
 #include <charconv>
 #include <limits>
 
@@ -16,39 +14,6 @@ constexpr std::int32_t kMaxRanks = 1024;
 constexpr std::int32_t kMaxRows = 1 << 16;
 constexpr std::int32_t kMaxWaiting = 1 << 20;
 constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
-
-// Every flag of AddTo(), so that Arguments() passes on these and nothing of the caller's own.
-constexpr std::array<std::string_view, 29> kNames = {
-    "--model",
-    "--served-model-name",
-    "--log-level",
-    "--tensor-parallel-size",
-    "--decode-context-parallel-size",
-    "--prefill-context-parallel-size",
-    "--cp-kv-cache-interleave-size",
-    "--block-size",
-    "--dcp-comm-backend",
-    "--dcp-replicate-query",
-    "--enable-expert-parallel",
-    "--max-model-len",
-    "--max-num-seqs",
-    "--max-num-batched-tokens",
-    "--max-num-waiting",
-    "--async-scheduling",
-    "--max-logprobs",
-    "--max-stop-token-ids",
-    "--max-logit-bias-entries",
-    "--max-allowed-token-ids",
-    "--max-bad-words",
-    "--max-bad-word-tokens",
-    "--dtype",
-    "--kv-cache-dtype",
-    "--kv-cache-memory-bytes",
-    "--num-gpu-blocks-override",
-    "--threads-per-rank",
-    "--stall-timeout",
-    "--force-preemption-every",
-};
 
 absl::StatusOr<std::int64_t> SuffixFactor(std::string_view suffix) {
   if (suffix.empty()) return 1;
@@ -87,13 +52,16 @@ void RequestLimits::AddTo(OptionParser& parser) {
       Range(-1, kMaxInt32));
   parser.Add("--max-stop-token-ids", &max_stop_token_ids, "Entries of stop_token_ids",
              Range(0, kMaxInt32));
-  parser.Add("--max-logit-bias-entries", &max_logit_bias_entries, "Entries of logit_bias",
-             Range(0, kMaxInt32));
+  parser.Add("--max-logit-bias", &max_logit_bias, "Entries of logit_bias", Range(0, kMaxInt32));
   parser.Add("--max-allowed-token-ids", &max_allowed_token_ids, "Entries of allowed_token_ids",
              Range(0, kMaxInt32));
-  parser.Add("--max-bad-words", &max_bad_words, "Sequences in bad_words", Range(0, kMaxInt32));
-  parser.Add("--max-bad-word-tokens", &max_bad_word_tokens, "Tokens of one of them",
+  parser.Add("--max-bad-word-sequences", &max_bad_word_sequences, "Sequences in bad_words",
              Range(0, kMaxInt32));
+  parser.Add("--max-bad-word-sequence-tokens", &max_bad_word_sequence_tokens,
+             "Tokens of one of them", Range(0, kMaxInt32));
+  parser.AddBytes("--max-stream-buffer-bytes", &max_stream_buffer_bytes,
+                  "What may wait for a slow reader before its request ends with "
+                  "RESOURCE_EXHAUSTED; many logprobs need more");
 }
 
 void GroupFlags::AddTo(OptionParser& parser) {
@@ -136,8 +104,6 @@ void GroupFlags::AddTo(OptionParser& parser) {
   parser.Add("--max-num-waiting", &max_num_waiting, "Requests that may wait for a place",
              Range(1, kMaxWaiting));
   parser.Add("--async-scheduling", &async_scheduling, "Plan a step while the one before runs");
-
-  request_limits.AddTo(parser);
 
   parser.Group("Memory");
   parser.AddChoice("--kv-cache-dtype", &kv_cache_dtype, dtypes, "Of the KV cache");
@@ -183,9 +149,13 @@ std::optional<std::int64_t> GroupFlags::MaxModelLen() const {
 }
 
 std::vector<std::string> GroupFlags::Arguments(const OptionParser& parser) {
-  return parser.Arguments([](std::string_view name) {
-    return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
-  });
+  // Nothing of the caller's own.
+  GroupFlags flags;
+  RequestLimits limits;
+  OptionParser worker("", "");
+  flags.AddTo(worker);
+  limits.AddTo(worker);
+  return parser.Arguments([&worker](std::string_view name) { return worker.Has(name); });
 }
 
 absl::StatusOr<std::optional<std::int64_t>> ParseModelLen(std::string_view text) {

@@ -26,18 +26,6 @@ struct CommonFlags {
   std::string ServedModelName() const;
 };
 
-// The most that one request may ask for.
-struct RequestLimits {
-  std::int32_t max_logprobs = 20;  // -1: the vocabulary
-  std::int32_t max_stop_token_ids = 1024;
-  std::int32_t max_logit_bias_entries = 1024;
-  std::int32_t max_allowed_token_ids = 1 << 20;
-  std::int32_t max_bad_words = 1024;
-  std::int32_t max_bad_word_tokens = 128;
-
-  void AddTo(OptionParser& parser);
-};
-
 // What makes a group: the model, its layout, and the engine's limits. One table for weft-worker,
 // which acts on it, and for `weft serve` and `weft generate`, which pass it on. Names are vLLM's
 // where it has them.
@@ -57,8 +45,6 @@ struct GroupFlags : CommonFlags {
   std::int32_t max_num_waiting = 1024;
   bool async_scheduling = true;
 
-  RequestLimits request_limits;
-
   std::string dtype = "auto";
   std::string kv_cache_dtype = "auto";
   std::optional<std::int64_t> kv_cache_memory_bytes;
@@ -77,8 +63,23 @@ struct GroupFlags : CommonFlags {
   // max_model_len as a number; nothing for "auto". Good after Check().
   std::optional<std::int64_t> MaxModelLen() const;
 
-  // After parser.Parse(): the arguments that set the same in a weft-worker.
+  // After parser.Parse(): the arguments that set the same in a weft-worker, RequestLimits' too.
   static std::vector<std::string> Arguments(const OptionParser& parser);
+};
+
+// The most that one request may ask of a worker. The names of the flags are the router's, so that a
+// `weft serve` that is given one passes it to both.
+struct RequestLimits {
+  std::int32_t max_logprobs = 20;  // -1: the vocabulary
+  std::int32_t max_stop_token_ids = 128;
+  std::int32_t max_logit_bias = 1024;
+  std::int32_t max_allowed_token_ids = 1 << 20;
+  // A router makes several sequences of a bad word.
+  std::int32_t max_bad_word_sequences = 4096;
+  std::int32_t max_bad_word_sequence_tokens = 2048;
+  std::int64_t max_stream_buffer_bytes = std::int64_t{1} << 20;  // of one slow reader
+
+  void AddTo(OptionParser& parser);
 };
 
 // "auto" (nothing), a number, or one with a suffix: k, m are 1000 and its square, K, M 1024 and

@@ -364,6 +364,8 @@ std::vector<std::string> OptionParser::Arguments(
   return arguments;
 }
 
+bool OptionParser::Has(std::string_view name) const { return impl_->Find(name) != nullptr; }
+
 bool OptionParser::WasSet(std::string_view name) const {
   const Impl::Entry* entry = impl_->Find(name);
   CHECK_MSG(entry != nullptr, name);

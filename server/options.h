@@ -81,7 +81,9 @@ class OptionParser {
   // true, as "--name=value" arguments that set them in a child. `wanted` gets "--name".
   std::vector<std::string> Arguments(
       const std::function<bool(std::string_view name)>& wanted) const;
-  // Whether `name` ("--block-size") was given in any way.
+  // Whether there is an option `name` ("--block-size").
+  bool Has(std::string_view name) const;
+  // Whether `name` was given in any way.
   bool WasSet(std::string_view name) const;
 
  private:

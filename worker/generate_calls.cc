@@ -75,7 +75,7 @@ class GenerateCalls::Call final : public TokenSink {
         writer_->Finish(event.error);
         return;
       default:
-        writer_->Write(ToResponse(event));
+        if (!writer_->Write(ToResponse(event))) Cancel();
     }
     if (event.finish != FinishReason::kNone) writer_->Finish(absl::OkStatus());
   }
@@ -115,7 +115,8 @@ void GenerateCalls::Table::Leave(const Call& call) {
   if (at != by_id.end() && at->second.address == &call) by_id.erase(at);
 }
 
-GenerateCalls::GenerateCalls() : table_(std::make_shared<Table>()) {}
+GenerateCalls::GenerateCalls(std::int64_t max_stream_buffer_bytes)
+    : max_stream_buffer_bytes_(max_stream_buffer_bytes), table_(std::make_shared<Table>()) {}
 GenerateCalls::~GenerateCalls() = default;
 
 grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* GenerateCalls::Start(
@@ -125,7 +126,8 @@ grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* GenerateCalls::Start(
   table_->num_open_streams.fetch_add(1);
   const std::shared_ptr<void> open(
       nullptr, [table = table_](void*) { table->num_open_streams.fetch_sub(1); });
-  auto* stream = new GrpcStream<Response>({.size_bytes = ResponseBytes,
+  auto* stream = new GrpcStream<Response>({.max_bytes = max_stream_buffer_bytes_,
+                                           .size_bytes = ResponseBytes,
                                            .merge = MergeResponses,
                                            .on_cancel = [open, weak = std::weak_ptr<Call>(call)] {
                                              if (const auto running = weak.lock())

@@ -22,7 +22,7 @@ class GenerateCalls {
  public:
   using Response = v1::WorkerGenerateResponse;
 
-  GenerateCalls();
+  explicit GenerateCalls(std::int64_t max_stream_buffer_bytes);
   ~GenerateCalls();
 
   // Hands `request` to `leader`, which outlives the call, and returns its stream. A running older
@@ -45,6 +45,7 @@ class GenerateCalls {
   class Call;
   struct Table;
 
+  const std::int64_t max_stream_buffer_bytes_;
   const std::shared_ptr<Table> table_;
 };
 

@@ -15,7 +15,7 @@ namespace {
 // Of a message that is being merged: each merge looks at all of them.
 constexpr int kMaxMergedPositions = 256;
 
-constexpr std::size_t kMaxRequestIdBytes = 128;  // as in the proto
+constexpr std::size_t kMaxRequestIdBytes = 256;  // 128 of a client, and what a router adds
 
 absl::Status CheckAtMost(std::string_view field, std::int64_t seen, std::int64_t limit,
                          std::string_view flag) {
@@ -27,16 +27,16 @@ absl::Status CheckAtMost(std::string_view field, std::int64_t seen, std::int64_t
 absl::Status CheckCounts(const v1::SamplingParams& in, const RequestLimits& limits) {
   RETURN_IF_ERROR(CheckAtMost("stop_token_ids", in.stop_token_ids_size(), limits.max_stop_token_ids,
                               "--max-stop-token-ids"));
-  RETURN_IF_ERROR(CheckAtMost("logit_bias", in.logit_bias_size(), limits.max_logit_bias_entries,
-                              "--max-logit-bias-entries"));
+  RETURN_IF_ERROR(
+      CheckAtMost("logit_bias", in.logit_bias_size(), limits.max_logit_bias, "--max-logit-bias"));
   RETURN_IF_ERROR(CheckAtMost("allowed_token_ids", in.allowed_token_ids_size(),
                               limits.max_allowed_token_ids, "--max-allowed-token-ids"));
   RETURN_IF_ERROR(CheckAtMost("bad_words_token_ids", in.bad_words_token_ids_size(),
-                              limits.max_bad_words, "--max-bad-words"));
+                              limits.max_bad_word_sequences, "--max-bad-word-sequences"));
   for (int i = 0; i < in.bad_words_token_ids_size(); ++i) {
-    RETURN_IF_ERROR(CheckAtMost(fmt::format("bad_words_token_ids[{}]", i),
-                                in.bad_words_token_ids(i).ids_size(), limits.max_bad_word_tokens,
-                                "--max-bad-word-tokens"));
+    RETURN_IF_ERROR(
+        CheckAtMost(fmt::format("bad_words_token_ids[{}]", i), in.bad_words_token_ids(i).ids_size(),
+                    limits.max_bad_word_sequence_tokens, "--max-bad-word-sequence-tokens"));
   }
   return absl::OkStatus();
 }

@@ -24,6 +24,7 @@ namespace weft {
 namespace {
 
 struct Flags : GroupFlags {
+  RequestLimits request_limits;
   std::optional<std::int32_t> rank;
   std::optional<std::int32_t> local_ranks;
   std::string leader_address;
@@ -34,6 +35,7 @@ struct Flags : GroupFlags {
 
   void AddTo(OptionParser& parser) {
     GroupFlags::AddTo(parser);
+    request_limits.AddTo(parser);
     parser.Group("Place in the group");
     parser.Add("--local-ranks", &local_ranks,
                "Ranks of this host; without --rank they are started and supervised here; default: "
@@ -129,6 +131,7 @@ int Main(int argc, char** argv) {
   InitGrpcLog();
   if (!flags.rank.has_value()) return Supervise(flags, parser, signals, link);
   return RunRankProcess({.group = flags,
+                         .request_limits = flags.request_limits,
                          .rank = *flags.rank,
                          .local_ranks = flags.local_ranks.value_or(1),
                          .listen = flags.listen,

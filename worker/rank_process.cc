@@ -217,7 +217,7 @@ v1::GroupState DescribeGroup(const RankProcessOptions& options, const RankModel&
   group.set_kv_cache_dtype(std::string(DTypeName(model.kv_shape.dtype)));
   group.set_dcp_comm_backend(options.group.dcp_comm_backend);
   state.set_vocab_size(model.config.vocab_size);
-  const std::int32_t max_logprobs = options.group.request_limits.max_logprobs;
+  const std::int32_t max_logprobs = options.request_limits.max_logprobs;
   state.set_max_logprobs(max_logprobs == -1 ? model.config.vocab_size : max_logprobs);
   for (std::int32_t id : model.config.eos_token_ids) state.add_eos_token_ids(id);
   return state;
@@ -261,7 +261,7 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   const std::uint64_t generation = std::random_device{}() | 1u;
   std::atomic<bool> stopping{false};
   JoinTable joins(options.group.tensor_parallel_size);
-  WorkerService service(joins, generation, options.group.request_limits,
+  WorkerService service(joins, generation, options.request_limits,
                         [&](std::int32_t rank, const absl::Status& status) {
                           if (stopping) return;
                           ExitGroupLost(

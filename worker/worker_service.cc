@@ -106,7 +106,8 @@ WorkerService::WorkerService(
     : joins_(joins),
       generation_(generation),
       limits_(limits),
-      on_follower_lost_(std::move(on_follower_lost)) {
+      on_follower_lost_(std::move(on_follower_lost)),
+      calls_(limits.max_stream_buffer_bytes) {
   state_.mutable_group()->set_state("loading");
   ticker_ = std::thread([this] { TickLoop(); });
 }

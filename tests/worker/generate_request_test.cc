@@ -18,10 +18,10 @@ constexpr std::int32_t kVocab = 100;
 constexpr std::int32_t kEos[] = {2, 3};
 constexpr RequestLimits kLimits = {.max_logprobs = 5,
                                    .max_stop_token_ids = 3,
-                                   .max_logit_bias_entries = 3,
+                                   .max_logit_bias = 3,
                                    .max_allowed_token_ids = 4,
-                                   .max_bad_words = 2,
-                                   .max_bad_word_tokens = 3};
+                                   .max_bad_word_sequences = 2,
+                                   .max_bad_word_sequence_tokens = 3};
 
 v1::WorkerGenerateRequest Request() {
   v1::WorkerGenerateRequest request;
@@ -209,7 +209,7 @@ TEST(GenerateRequestTest, CountsHoldAtTheirLimits) {
        [](auto& in, double v) { in.mutable_stop_token_ids()->Resize(v, 1); },
        {0, 3},
        {4}},
-      {"logit_bias has 4 entries; at most 3 are allowed (--max-logit-bias-entries)",
+      {"logit_bias has 4 entries; at most 3 are allowed (--max-logit-bias)",
        [](auto& in, double v) {
          for (int i = 0; i < v; ++i) (*in.mutable_logit_bias())[i] = 1;
        },
@@ -219,13 +219,14 @@ TEST(GenerateRequestTest, CountsHoldAtTheirLimits) {
        [](auto& in, double v) { in.mutable_allowed_token_ids()->Resize(v, 1); },
        {0, 4},
        {5}},
-      {"bad_words_token_ids has 3 entries; at most 2 are allowed (--max-bad-words)",
+      {"bad_words_token_ids has 3 entries; at most 2 are allowed (--max-bad-word-sequences)",
        [](auto& in, double v) {
          for (int i = 0; i < v; ++i) in.add_bad_words_token_ids()->add_ids(1);
        },
        {0, 2},
        {3}},
-      {"bad_words_token_ids[0] has 4 entries; at most 3 are allowed (--max-bad-word-tokens)",
+      {"bad_words_token_ids[0] has 4 entries; at most 3 are allowed "
+       "(--max-bad-word-sequence-tokens)",
        [](auto& in, double v) { in.add_bad_words_token_ids()->mutable_ids()->Resize(v, 1); },
        {1, 3},
        {4}},
@@ -247,10 +248,10 @@ TEST(GenerateRequestTest, CountsHoldAtTheirLimits) {
     }
   }
   v1::WorkerGenerateRequest request = Request();
-  request.set_request_id(std::string(128, 'x'));
+  request.set_request_id(std::string(256, 'x'));
   EXPECT_TRUE(Check(request).ok());
-  request.set_request_id(std::string(129, 'x'));
-  EXPECT_THAT(std::string(Check(request).message()), HasSubstr("request_id has 129 bytes"));
+  request.set_request_id(std::string(257, 'x'));
+  EXPECT_THAT(std::string(Check(request).message()), HasSubstr("request_id has 257 bytes"));
 }
 
 TEST(GenerateRequestTest, MinusOneIsTheVocabularyWhereTheLimitIs) {

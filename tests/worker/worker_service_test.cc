@@ -96,6 +96,14 @@ class WorkerServiceTest : public ::testing::Test {
     request.mutable_sampling()->set_max_tokens(max_tokens);
     return request;
   }
+  // Its connection buffers little for a call that does not read.
+  std::unique_ptr<v1::Worker::Stub> SlowStub() const {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 1 << 14);
+    return v1::Worker::NewStub(grpc::CreateCustomChannel(
+        server_->addresses()[0], grpc::InsecureChannelCredentials(), arguments));
+  }
   // True when `condition` holds within 20 s.
   template <typename Condition>
   static bool Await(const Condition& condition) {
@@ -225,11 +233,7 @@ TEST_F(WorkerServiceTest, ACancelledRequestIsNotAborted) {
 TEST_F(WorkerServiceTest, AStreamIsOpenUntilItsReaderHasItAll) {
   v1::WorkerGenerateRequest request = Request("a", 0, 100);
   request.mutable_sampling()->set_logprobs(-1);  // more than this connection buffers
-  grpc::ChannelArguments arguments;
-  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
-  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 1 << 14);
-  const auto stub = v1::Worker::NewStub(grpc::CreateCustomChannel(
-      server_->addresses()[0], grpc::InsecureChannelCredentials(), arguments));
+  const auto stub = SlowStub();
   Call call(*stub, request);
   EXPECT_TRUE(Await([&] {
     return service_->calls().num_open_streams() == 1 && group_->leader().num_requests() == 0;
@@ -240,6 +244,16 @@ TEST_F(WorkerServiceTest, AStreamIsOpenUntilItsReaderHasItAll) {
   EXPECT_EQ(call.ReadAll(status).logprobs_size(), 100);
   EXPECT_TRUE(status.ok()) << status.error_message();
   EXPECT_TRUE(Await([&] { return service_->calls().num_open_streams() == 0; }));
+}
+
+TEST_F(WorkerServiceTest, AReaderWhoLetsMoreThanTheBufferPileUpLosesItsStreamAlone) {
+  v1::WorkerGenerateRequest request = Request("a", 0, 490);
+  request.mutable_sampling()->set_logprobs(-1);  // 1.8 MB in all; the buffer is 1 MiB
+  const auto stub = SlowStub();
+  Call slow(*stub, request);
+  EXPECT_TRUE(Call(*stub_, Request("b", 0, 490)).Finish().ok());
+  EXPECT_TRUE(Await([&] { return group_->leader().num_requests() == 0; }));
+  EXPECT_EQ(slow.Finish().error_code(), grpc::RESOURCE_EXHAUSTED);
 }
 
 TEST_F(WorkerServiceTest, AWatcherNeverSeesAnOlderStateAfterANewerOne) {
