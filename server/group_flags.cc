@@ -43,7 +43,7 @@ std::string CommonFlags::ServedModelName() const {
   return std::string(path.substr(path.rfind('/') + 1));
 }
 
-void RequestLimits::AddTo(OptionParser& parser) {
+void WorkerLimits::AddTo(OptionParser& parser) {
   parser.Group("Limits of a request");
   parser.Add(
       "--max-logprobs", &max_logprobs,
@@ -151,7 +151,7 @@ std::optional<std::int64_t> GroupFlags::MaxModelLen() const {
 std::vector<std::string> GroupFlags::Arguments(const OptionParser& parser) {
   // Nothing of the caller's own.
   GroupFlags flags;
-  RequestLimits limits;
+  WorkerLimits limits;
   OptionParser worker("", "");
   flags.AddTo(worker);
   limits.AddTo(worker);

@@ -63,13 +63,13 @@ struct GroupFlags : CommonFlags {
   // max_model_len as a number; nothing for "auto". Good after Check().
   std::optional<std::int64_t> MaxModelLen() const;
 
-  // After parser.Parse(): the arguments that set the same in a weft-worker, RequestLimits' too.
+  // After parser.Parse(): the arguments that set the same in a weft-worker, WorkerLimits' too.
   static std::vector<std::string> Arguments(const OptionParser& parser);
 };
 
 // The most that one request may ask of a worker. The names of the flags are the router's, so that a
 // `weft serve` that is given one passes it to both.
-struct RequestLimits {
+struct WorkerLimits {
   std::int32_t max_logprobs = 20;  // -1: the vocabulary
   std::int32_t max_stop_token_ids = 128;
   std::int32_t max_logit_bias = 1024;

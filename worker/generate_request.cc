@@ -24,7 +24,7 @@ absl::Status CheckAtMost(std::string_view field, std::int64_t seen, std::int64_t
       fmt::format("{} has {} entries; at most {} are allowed ({})", field, seen, limit, flag));
 }
 
-absl::Status CheckCounts(const v1::SamplingParams& in, const RequestLimits& limits) {
+absl::Status CheckCounts(const v1::SamplingParams& in, const WorkerLimits& limits) {
   RETURN_IF_ERROR(CheckAtMost("stop_token_ids", in.stop_token_ids_size(), limits.max_stop_token_ids,
                               "--max-stop-token-ids"));
   RETURN_IF_ERROR(
@@ -52,7 +52,7 @@ absl::StatusOr<std::int32_t> NumLogprobs(std::string_view field, std::int32_t as
 }
 
 absl::StatusOr<LogitsParams> ToLogitsParams(const v1::SamplingParams& in, const ModelTokens& model,
-                                            const RequestLimits& limits) {
+                                            const WorkerLimits& limits) {
   LogitsParams out;
   out.presence_penalty = in.presence_penalty();
   out.frequency_penalty = in.frequency_penalty();
@@ -97,7 +97,7 @@ void FillProto(const PositionLogprobs& in, v1::PositionLogprobs& out) {
 }  // namespace
 
 absl::StatusOr<EngineRequest> ToEngineRequest(const v1::WorkerGenerateRequest& request,
-                                              const ModelTokens& model, const RequestLimits& limits,
+                                              const ModelTokens& model, const WorkerLimits& limits,
                                               absl::Time deadline) {
   const v1::SamplingParams& in = request.sampling();
   if (!in.has_seed()) {

@@ -20,7 +20,7 @@ struct ModelTokens {
 // INVALID_ARGUMENT, naming the field, what was seen and what is allowed: a missing seed, more of
 // something than `limits` allow. What CheckRequest() refuses is left to it.
 absl::StatusOr<EngineRequest> ToEngineRequest(const v1::WorkerGenerateRequest& request,
-                                              const ModelTokens& model, const RequestLimits& limits,
+                                              const ModelTokens& model, const WorkerLimits& limits,
                                               absl::Time deadline);
 
 // `event` as a message; only for events that are not an error: kNone, kStopToken, kEos, kLength.

@@ -24,7 +24,7 @@ namespace weft {
 namespace {
 
 struct Flags : GroupFlags {
-  RequestLimits request_limits;
+  WorkerLimits request_limits;
   std::optional<std::int32_t> rank;
   std::optional<std::int32_t> local_ranks;
   std::string leader_address;

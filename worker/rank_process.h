@@ -17,7 +17,7 @@ inline constexpr int kExitGroupLost = 70;
 
 struct RankProcessOptions {
   GroupFlags group;
-  RequestLimits request_limits;
+  WorkerLimits request_limits;
   std::int32_t rank = 0;
   std::int32_t local_ranks = 1;                     // that share this host's cores and memory
   std::vector<std::string> listen;                  // leader: where routers and followers reach it

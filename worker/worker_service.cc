@@ -101,7 +101,7 @@ class WorkerService::JoinStream final
 };
 
 WorkerService::WorkerService(
-    JoinTable& joins, std::uint64_t generation, const RequestLimits& limits,
+    JoinTable& joins, std::uint64_t generation, const WorkerLimits& limits,
     std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost)
     : joins_(joins),
       generation_(generation),

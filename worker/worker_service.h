@@ -28,7 +28,7 @@ namespace weft {
 class WorkerService final : public v1::Worker::CallbackService {
  public:
   // `joins` outlives the service. `on_follower_lost` runs once a joined follower's stream ends.
-  WorkerService(JoinTable& joins, std::uint64_t generation, const RequestLimits& limits,
+  WorkerService(JoinTable& joins, std::uint64_t generation, const WorkerLimits& limits,
                 std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost);
   ~WorkerService() override;
 
@@ -68,7 +68,7 @@ class WorkerService final : public v1::Worker::CallbackService {
 
   JoinTable& joins_;
   const std::uint64_t generation_;
-  const RequestLimits limits_;
+  const WorkerLimits limits_;
   const std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost_;
 
   GenerateCalls calls_;

@@ -24,8 +24,8 @@ TEST(GroupFlagsTest, ALimitThatRoutersAndWorkersHaveIsPassedToBoth) {
               UnorderedElementsAre("--max-n=3", "--max-logprobs=50"));
 }
 
-TEST(RequestLimitsTest, AreOptionsOfAWorker) {
-  RequestLimits limits;
+TEST(WorkerLimitsTest, AreOptionsOfAWorker) {
+  WorkerLimits limits;
   OptionParser parser("worker", "");
   limits.AddTo(parser);
   const char* arguments[] = {"worker",

@@ -16,12 +16,12 @@ using ::testing::HasSubstr;
 
 constexpr std::int32_t kVocab = 100;
 constexpr std::int32_t kEos[] = {2, 3};
-constexpr RequestLimits kLimits = {.max_logprobs = 5,
-                                   .max_stop_token_ids = 3,
-                                   .max_logit_bias = 3,
-                                   .max_allowed_token_ids = 4,
-                                   .max_bad_word_sequences = 2,
-                                   .max_bad_word_sequence_tokens = 3};
+constexpr WorkerLimits kLimits = {.max_logprobs = 5,
+                                  .max_stop_token_ids = 3,
+                                  .max_logit_bias = 3,
+                                  .max_allowed_token_ids = 4,
+                                  .max_bad_word_sequences = 2,
+                                  .max_bad_word_sequence_tokens = 3};
 
 v1::WorkerGenerateRequest Request() {
   v1::WorkerGenerateRequest request;
@@ -31,14 +31,13 @@ v1::WorkerGenerateRequest Request() {
 }
 
 absl::StatusOr<EngineRequest> Convert(const v1::WorkerGenerateRequest& request,
-                                      const RequestLimits& limits = kLimits) {
+                                      const WorkerLimits& limits = kLimits) {
   return ToEngineRequest(request, {.vocab_size = kVocab, .eos_token_ids = kEos}, limits,
                          absl::InfiniteFuture());
 }
 
 // As the leader takes it: converted, then checked.
-absl::Status Check(const v1::WorkerGenerateRequest& request,
-                   const RequestLimits& limits = kLimits) {
+absl::Status Check(const v1::WorkerGenerateRequest& request, const WorkerLimits& limits = kLimits) {
   const absl::StatusOr<EngineRequest> converted = Convert(request, limits);
   if (!converted.ok()) return converted.status();
   return CheckRequest(*converted, {.max_model_len = 1000, .vocab_size = kVocab});
@@ -256,7 +255,7 @@ TEST(GenerateRequestTest, CountsHoldAtTheirLimits) {
 
 TEST(GenerateRequestTest, MinusOneIsTheVocabularyWhereTheLimitIs) {
   v1::WorkerGenerateRequest request = Request();
-  RequestLimits limits = kLimits;
+  WorkerLimits limits = kLimits;
   limits.max_logprobs = -1;
   request.mutable_sampling()->set_logprobs(-1);
   request.mutable_sampling()->set_prompt_logprobs(kVocab);

@@ -66,7 +66,7 @@ class WorkerServiceTest : public ::testing::Test {
     auto group = LocalGroup::Start(options);
     ASSERT_TRUE(group.ok()) << group.status();
     group_ = *std::move(group);
-    service_ = std::make_unique<WorkerService>(joins_, 1, RequestLimits{.max_logprobs = -1},
+    service_ = std::make_unique<WorkerService>(joins_, 1, WorkerLimits{.max_logprobs = -1},
                                                [](std::int32_t, const absl::Status&) {});
     grpc::Service* services[] = {service_.get()};
     auto server = GrpcServer::Start({.listen_addresses = {"127.0.0.1:0"}}, services);
