@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -36,7 +35,8 @@ struct Expr {
   std::int64_t number = 0;
   int height = 1;  // of the tree of its arguments
   std::vector<Expr> args;
-  std::vector<std::pair<std::string, Expr>> keyword_args;
+  std::vector<std::string> keywords;  // of keyword_args
+  std::vector<Expr> keyword_args;
 };
 
 struct Node {

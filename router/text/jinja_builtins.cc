@@ -155,10 +155,9 @@ absl::StatusOr<Value> Join(const Value& value, const Arguments& arguments) {
 
 absl::StatusOr<Value> Default(const Value& value, const Arguments& arguments) {
   std::vector<Value> given = arguments.values;
-  if (const Value* boolean = Find(arguments.keywords, "boolean")) {
-    if (given.size() == 1 && arguments.keywords.size() == 1) given.push_back(*boolean);
-  }
-  if (given.size() + (arguments.keywords.empty() ? 0 : 1) > 2 && given.size() != 2) {
+  const Value* boolean = Find(arguments.keywords, "boolean");
+  if (boolean != nullptr && given.size() == 1) given.push_back(*boolean);
+  if (given.size() > 2 || arguments.keywords.size() > (boolean != nullptr ? 1 : 0)) {
     return absl::InvalidArgumentError("default takes a value and perhaps a boolean");
   }
   const bool also_false = given.size() == 2 && given[1].Truthy();

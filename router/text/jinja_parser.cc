@@ -402,7 +402,8 @@ class Parser {
         at_ += 2;
         ASSIGN_OR_RETURN(Expr value, Expression());
         expr.height = std::max(expr.height, value.height + 1);
-        expr.keyword_args.emplace_back(std::move(name), std::move(value));
+        expr.keywords.push_back(std::move(name));
+        expr.keyword_args.push_back(std::move(value));
       } else {
         ASSIGN_OR_RETURN(Expr value, Expression());
         RETURN_IF_ERROR(Adopt(expr, std::move(value)));

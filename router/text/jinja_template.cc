@@ -270,10 +270,10 @@ class Renderer {
   absl::StatusOr<Arguments> EvaluateArguments(const Expr& expr) {
     Arguments arguments;
     ASSIGN_OR_RETURN(arguments.values, EvaluateAll(expr, 1));
-    for (const auto& [name, argument] : expr.keyword_args) {
-      ASSIGN_OR_RETURN(Value value, Evaluate(argument));
+    for (std::size_t i = 0; i < expr.keywords.size(); ++i) {
+      ASSIGN_OR_RETURN(Value value, Evaluate(expr.keyword_args[i]));
       RETURN_IF_ERROR(CheckStorable(expr.line, value));
-      arguments.keywords.emplace_back(name, std::move(value));
+      arguments.keywords.emplace_back(expr.keywords[i], std::move(value));
     }
     return arguments;
   }
