@@ -1,7 +1,9 @@
 #include "client/batch.h"
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/time/clock.h"
@@ -13,7 +15,7 @@
 namespace weft {
 namespace {
 
-// The requests of one RunBatch(). Every call that ends starts the next one.
+// The requests of one RunBatch().
 class Batch {
  public:
   Batch(v1::Inference::Stub& stub, const std::vector<v1::GenerateRequest>& requests,
@@ -25,30 +27,34 @@ class Batch {
  private:
   struct Slot {
     bool ended = false;
-    absl::Duration time_to_first_token = absl::InfiniteDuration();
     Completion completion;
+    RequestTiming timing;
   };
   class Call;
 
-  void StartNext();
+  // When the next request may be sent; InfiniteFuture while others have to end first.
+  absl::Time NextSend(absl::Time start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnCallEnd(std::size_t index, Slot slot);
+  void Report(std::size_t index, const Slot& slot, BatchStats& stats);
 
   v1::Inference::Stub& stub_;
   const std::vector<v1::GenerateRequest>& requests_;
   const BatchOptions& options_;
 
   Mutex mutex_;
-  CondVar ended_;
-  std::size_t next_ ABSL_GUARDED_BY(mutex_) = 0;
+  CondVar changed_;
+  std::size_t num_sent_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::size_t num_ended_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<Slot> slots_ ABSL_GUARDED_BY(mutex_);
 };
 
 // One stream. Deletes itself when gRPC is done with it.
 class Batch::Call final : public grpc::ClientReadReactor<v1::GenerateResponse> {
  public:
-  Call(Batch& batch, std::size_t index) : batch_(batch), index_(index), start_(absl::Now()) {}
+  Call(Batch& batch, std::size_t index) : batch_(batch), index_(index) {}
 
   void Start() {
+    slot_.timing.start = absl::Now();
     batch_.stub_.async()->Generate(&context_, &batch_.requests_[index_], this);
     StartRead(&response_);
     StartCall();
@@ -56,9 +62,7 @@ class Batch::Call final : public grpc::ClientReadReactor<v1::GenerateResponse> {
 
   void OnReadDone(bool ok) override {
     if (!ok) return;
-    if (response_.token_ids_size() > 0 && slot_.completion.token_ids.empty()) {
-      slot_.time_to_first_token = absl::Now() - start_;
-    }
+    if (response_.token_ids_size() > 0) slot_.timing.tokens.push_back(absl::Now());
     slot_.completion.Append(response_);
     if (batch_.options_.on_message) batch_.options_.on_message(index_, response_);
     response_.Clear();
@@ -67,6 +71,7 @@ class Batch::Call final : public grpc::ClientReadReactor<v1::GenerateResponse> {
 
   void OnDone(const grpc::Status& status) override {
     slot_.ended = true;
+    slot_.timing.end = absl::Now();
     // Who was told how it finished has everything: a server that shuts down closes the connection
     // behind its last status, and a write of ours into that loses the status.
     if (slot_.completion.finish_reason == v1::FINISH_REASON_UNSPECIFIED) {
@@ -85,51 +90,62 @@ class Batch::Call final : public grpc::ClientReadReactor<v1::GenerateResponse> {
  private:
   Batch& batch_;
   const std::size_t index_;
-  const absl::Time start_;
   Slot slot_;
   grpc::ClientContext context_;
   v1::GenerateResponse response_;
 };
 
-void Batch::StartNext() {
-  std::size_t index = 0;
-  {
-    MutexLock lock(mutex_);
-    if (next_ == requests_.size()) return;
-    index = next_++;
+absl::Time Batch::NextSend(absl::Time start) const {
+  if (num_sent_ == requests_.size() || num_sent_ - num_ended_ >= options_.concurrency) {
+    return absl::InfiniteFuture();
   }
-  (new Call(*this, index))->Start();
+  return options_.send_at.empty() ? start : start + options_.send_at[num_sent_];
 }
 
 void Batch::OnCallEnd(std::size_t index, Slot slot) {
-  StartNext();  // first: the batch may be gone once its last slot has ended
   MutexLock lock(mutex_);
   slots_[index] = std::move(slot);
-  ended_.NotifyAll();
+  ++num_ended_;
+  changed_.NotifyAll();
 }
 
+void Batch::Report(std::size_t index, const Slot& slot, BatchStats& stats) {
+  if (options_.on_completion) options_.on_completion(index, slot.completion, slot.timing);
+  stats.failed += slot.completion.status.ok() ? 0 : 1;
+  stats.prompt_tokens += slot.completion.usage.prompt_tokens();
+  stats.completion_tokens += slot.completion.usage.completion_tokens();
+}
+
+// Sends what may be sent, else reports what has ended, else waits for one or the other.
 BatchStats Batch::Run() {
   const absl::Time start = absl::Now();
-  const std::size_t at_once =
-      std::min(requests_.size(), static_cast<std::size_t>(std::max(1, options_.concurrency)));
-  for (std::size_t i = 0; i < at_once; ++i) StartNext();
-
   BatchStats stats;
   absl::Duration first_tokens;
   std::int64_t num_first_tokens = 0;
-  for (std::size_t i = 0; i < requests_.size(); ++i) {
-    Slot slot;
+  for (std::size_t reported = 0; reported < requests_.size();) {
+    std::optional<std::size_t> to_send;
+    Slot ended;
     {
       MutexLock lock(mutex_);
-      while (!slots_[i].ended) ended_.Wait(mutex_);
-      slot = std::move(slots_[i]);
+      const absl::Time next_send = NextSend(start);
+      if (next_send <= absl::Now()) {
+        to_send = num_sent_++;
+      } else if (slots_[reported].ended) {
+        ended = std::move(slots_[reported]);
+      } else {
+        const absl::Duration wait = std::min(next_send - absl::Now(), absl::Hours(1));
+        changed_.WaitUntil(mutex_,
+                           std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(wait));
+        continue;
+      }
     }
-    if (options_.on_completion) options_.on_completion(i, slot.completion);
-    stats.failed += slot.completion.status.ok() ? 0 : 1;
-    stats.prompt_tokens += slot.completion.usage.prompt_tokens();
-    stats.completion_tokens += slot.completion.usage.completion_tokens();
-    if (slot.time_to_first_token != absl::InfiniteDuration()) {
-      first_tokens += slot.time_to_first_token;
+    if (to_send) {
+      (new Call(*this, *to_send))->Start();
+      continue;
+    }
+    Report(reported++, ended, stats);
+    if (!ended.timing.tokens.empty()) {
+      first_tokens += ended.timing.tokens.front() - ended.timing.start;
       ++num_first_tokens;
     }
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -10,12 +11,23 @@
 
 namespace weft {
 
+// When what of one request came, on this side of the network.
+struct RequestTiming {
+  absl::Time start;                // as it was sent
+  absl::Time end;                  // its status
+  std::vector<absl::Time> tokens;  // each message that had tokens
+};
+
 struct BatchOptions {
-  int concurrency = 64;  // requests under way at a time
+  std::size_t concurrency = 64;  // requests under way at a time
+  // By request: when it is sent at the soonest, after the start of the batch. Growing. Empty: all
+  // at once, as far as concurrency allows.
+  std::vector<absl::Duration> send_at;
   // Every message as it comes, on gRPC's threads; one at a time per request. May be null.
   std::function<void(std::size_t index, const v1::GenerateResponse& response)> on_message;
   // Every completion, in the order of the requests, on the calling thread. May be null.
-  std::function<void(std::size_t index, const Completion& completion)> on_completion;
+  std::function<void(std::size_t index, const Completion& completion, const RequestTiming& timing)>
+      on_completion;
 };
 
 // What a batch did, for the summary line.

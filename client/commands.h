@@ -6,6 +6,7 @@ namespace weft {
 // the exit code of the program.
 int ServeCommand(int argc, char** argv);
 int GenerateCommand(int argc, char** argv);
+int BenchCommand(int argc, char** argv);
 int StatusCommand(int argc, char** argv);
 
 }  // namespace weft

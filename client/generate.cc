@@ -1,35 +1,25 @@
 #include <atomic>
-#include <fstream>
 #include <optional>
-#include <sstream>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "client/batch.h"
+#include "client/client_run.h"
 #include "client/commands.h"
-#include "client/local_cluster.h"
+#include "client/output.h"
 #include "client/prompts_file.h"
-#include "client/server_info.h"
 #include "fmt/format.h"
 #include "grpcpp/channel.h"
 #include "server/base/log.h"
 #include "server/base/status_macros.h"
-#include "server/group_flags.h"
 #include "server/grpc_server.h"
-#include "server/options.h"
-#include "server/signals.h"
-#include "server/supervisor.h"
 
 namespace weft {
 namespace {
 
 struct GenerateFlags {
-  std::optional<std::string> address;
-  bool skip_tokenizer_init = false;
-
   std::optional<std::string> prompt;
   std::optional<std::string> prompt_token_ids;
   std::optional<std::string> prompts_file;
@@ -52,11 +42,6 @@ struct GenerateFlags {
 };
 
 void GenerateFlags::AddTo(OptionParser& parser) {
-  parser.Group("Where");
-  parser.Add("--address", &address,
-             "A running router, HOST:PORT; without it, processes are started for this call");
-  parser.Add("--skip-tokenizer-init", &skip_tokenizer_init,
-             "No tokenizer: prompts are token ids, and no text comes back");
   parser.Group("Prompts");
   parser.Add("--prompt", &prompt, "Text of one prompt");
   parser.Add("--prompt-token-ids", &prompt_token_ids, "Token ids of one prompt: 1,2,3");
@@ -93,16 +78,7 @@ absl::StatusOr<std::vector<v1::GenerateRequest>> GenerateFlags::Requests() const
         "exactly one of --prompt, --prompt-token-ids and --prompts-file is wanted");
   }
   if (prompts_file) {
-    std::ifstream file(*prompts_file, std::ios::binary);
-    std::ostringstream contents;
-    if (file) contents << file.rdbuf();
-    if (!file) return absl::NotFoundError(fmt::format("{}: cannot be read", *prompts_file));
-    ASSIGN_OR_RETURN(std::vector<v1::GenerateRequest> requests,
-                     ParsePromptsFile(contents.str(), *prompts_file, Sampling()));
-    if (requests.empty()) {
-      return absl::InvalidArgumentError(fmt::format("{}: no prompt in it", *prompts_file));
-    }
-    return requests;
+    return ReadPromptsFile(*prompts_file, Sampling());
   }
   v1::GenerateRequest request;
   *request.mutable_sampling() = Sampling();
@@ -113,11 +89,6 @@ absl::StatusOr<std::vector<v1::GenerateRequest>> GenerateFlags::Requests() const
     request.mutable_token_ids()->mutable_ids()->Add(ids.begin(), ids.end());
   }
   return std::vector<v1::GenerateRequest>{std::move(request)};
-}
-
-void Print(std::string_view text) {
-  fmt::print("{}", text);
-  std::fflush(stdout);
 }
 
 void PrintSummary(const BatchStats& stats, std::size_t num_requests) {
@@ -131,27 +102,27 @@ void PrintSummary(const BatchStats& stats, std::size_t num_requests) {
       absl::ToDoubleMilliseconds(stats.time_to_first_token));
 }
 
-// Sends the requests to the router at `address` and prints what comes until `cancelled`, when the
-// router is gone and errors say nothing. The exit code.
-int RunClient(const std::string& address, const std::vector<v1::GenerateRequest>& requests,
-              const GenerateFlags& flags, const std::atomic<bool>& cancelled) {
+// Sends the requests and prints what comes: a ClientFunction.
+int SendAndPrint(const std::string& address, const std::vector<v1::GenerateRequest>& requests,
+                 const GenerateFlags& flags, const std::atomic<bool>& cancelled) {
   const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
-  BatchOptions options = {.concurrency = flags.concurrency};
+  BatchOptions options = {.concurrency = static_cast<std::size_t>(flags.concurrency)};
   const bool one_text = flags.format == "text" && requests.size() == 1;
   if (one_text) {
     options.on_message = [](std::size_t, const v1::GenerateResponse& response) {
-      Print(response.text());
+      PrintOut(response.text());
     };
   }
-  options.on_completion = [&](std::size_t index, const Completion& completion) {
+  options.on_completion = [&](std::size_t index, const Completion& completion,
+                              const RequestTiming&) {
     if (cancelled) return;
     if (flags.format == "json") {
-      Print(CompletionToJson(index, completion) + "\n");
+      PrintOut(CompletionToJson(index, completion) + "\n");
     } else if (!completion.status.ok()) {
       fmt::print(stderr, "weft generate: prompt {}: {}\n", index,
                  std::string(completion.status.message()));
     } else {
-      Print((one_text ? "" : completion.text) + "\n");
+      PrintOut((one_text ? "" : completion.text) + "\n");
     }
   };
   const BatchStats stats = RunBatch(*stub, requests, options);
@@ -159,77 +130,17 @@ int RunClient(const std::string& address, const std::vector<v1::GenerateRequest>
   return stats.failed == 0 ? 0 : 1;
 }
 
-void PrintLayout(const std::string& address) {
-  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
-  const auto info = FetchServerInfo(*stub, absl::Seconds(5));
-  if (!info.ok() || info->groups().empty()) return;
-  fmt::print(stderr, "{}: {}\n", info->groups(0).model(), DescribeLayout(info->groups(0)));
-}
-
-// The arguments of a router that serves this call only.
-std::vector<std::string> RouterArguments(const GroupFlags& group, const GenerateFlags& flags) {
-  std::vector<std::string> arguments = {
-      "--listen=" + UniqueSocketAddress("router"),
-      "--model=" + group.model,
-      "--log-level=" + group.log_level,
-      "--queue-timeout=inf",  // an unready group says so by itself
-      "--drain-timeout=0s",   // whoever stops us does not wait for the rest
-  };
-  if (!group.served_model_name.empty()) {
-    arguments.push_back("--served-model-name=" + group.served_model_name);
-  }
-  if (flags.skip_tokenizer_init) arguments.push_back("--skip-tokenizer-init");
-  return arguments;
-}
-
-// Starts a router and workers, sends the requests, stops everything. The exit code.
-int RunOffline(const GroupFlags& group, std::vector<std::string> worker_arguments,
-               const GenerateFlags& flags, const std::vector<v1::GenerateRequest>& requests,
-               TerminationSignals& signals) {
-  Supervisor supervisor({.stall_timeout = group.stall_timeout, .max_failed_starts = 1});
-  std::atomic<bool> cancelled = false;
-  std::atomic<int> signal = 0;
-  std::thread signal_waiter([&] {
-    signal = signals.Wait();
-    cancelled = true;
-    supervisor.RequestStop();
-  });
-
-  int client_code = 0;
-  std::thread client;
-  worker_arguments.push_back("--log-level=" + group.log_level);
-  worker_arguments.push_back("--max-failed-starts=3");
-  LocalCluster cluster = {.tensor_parallel_size = group.tensor_parallel_size,
-                          .worker_arguments = std::move(worker_arguments),
-                          .router_arguments = RouterArguments(group, flags)};
-  cluster.on_ready = [&](const std::string& address) {
-    if (client.joinable()) return;  // the router was restarted; its requests have failed
-    client = std::thread([&, address] {
-      PrintLayout(address);
-      client_code = RunClient(address, requests, flags, cancelled);
-      supervisor.RequestStop();
-    });
-  };
-  cluster.AddTo(supervisor);
-  const int supervisor_code = supervisor.Run();
-
-  cancelled = true;
-  if (client.joinable()) client.join();
-  signals.Wake();
-  signal_waiter.join();
-  if (signal != 0) return 128 + signal;  // as a shell says it
-  return supervisor_code != 0 ? supervisor_code : client_code;
-}
-
 }  // namespace
 
 int GenerateCommand(int argc, char** argv) {
   GroupFlags group;
   group.log_level = "warn";
+  ServerFlags server;
   GenerateFlags flags;
   OptionParser parser("weft generate",
                       "Completes prompts. Without --address, a router and a group of ranks are "
                       "started for this call and stopped after it.");
+  server.AddTo(parser);
   flags.AddTo(parser);
   group.AddTo(parser);
   if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
@@ -238,16 +149,16 @@ int GenerateCommand(int argc, char** argv) {
 
   absl::StatusOr<std::vector<v1::GenerateRequest>> requests = flags.Requests();
   absl::Status status = requests.status();
-  if (status.ok() && !flags.address) status = group.Check();
+  if (status.ok()) status = CheckServerFlags(server, group, parser);
   if (!status.ok()) {
     fmt::print(stderr, "weft generate: {}\n", std::string(status.message()));
     return kExitConfigError;
   }
   for (v1::GenerateRequest& request : *requests) request.set_model(group.served_model_name);
-  if (flags.address) return RunClient(*flags.address, *requests, flags, /*cancelled=*/false);
-  // Only with processes to stop: a mere client dies of its signals.
-  TerminationSignals signals;
-  return RunOffline(group, GroupFlags::Arguments(parser), flags, *requests, signals);
+  return RunClient(server, group, parser,
+                   [&](const std::string& address, const std::atomic<bool>& cancelled) {
+                     return SendAndPrint(address, *requests, flags, cancelled);
+                   });
 }
 
 }  // namespace weft

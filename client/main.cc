@@ -1,9 +1,12 @@
 #include <cstdio>
+#include <string>
 #include <string_view>
 
 #include "client/commands.h"
+#include "client/output.h"
 #include "fmt/format.h"
 #include "server/exit_codes.h"
+#include "server/file_limit.h"
 #include "server/version.h"
 
 namespace {
@@ -13,16 +16,24 @@ constexpr std::string_view kUsage =
     "\n"
     "  weft serve MODEL_DIR [flags]     a router and a group of workers on this host\n"
     "  weft generate [flags]            complete prompts, with processes of its own or a server's\n"
+    "  weft bench [flags]               measure a server, or one started for it, under load\n"
     "  weft status [flags]              what serves behind a router, and its load\n"
     "\n"
     "weft COMMAND --help lists the flags of a command.\n";
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int Run(int argc, char** argv) {
   const std::string_view command = argc > 1 ? argv[1] : "";
+  const bool is_known =
+      command == "serve" || command == "generate" || command == "bench" || command == "status";
+  if (is_known) {
+    if (const absl::Status status = weft::RaiseFileLimit(weft::kMinClientFiles); !status.ok()) {
+      fmt::print(stderr, "weft: {}\n", std::string(status.message()));
+      return weft::kExitConfigError;
+    }
+  }
   if (command == "serve") return weft::ServeCommand(argc - 1, argv + 1);
   if (command == "generate") return weft::GenerateCommand(argc - 1, argv + 1);
+  if (command == "bench") return weft::BenchCommand(argc - 1, argv + 1);
   if (command == "status") return weft::StatusCommand(argc - 1, argv + 1);
   if (command == "--help" || command == "-h" || command == "help") {
     fmt::print("{}", kUsage);
@@ -35,8 +46,13 @@ int main(int argc, char** argv) {
   if (command.empty()) {
     fmt::print(stderr, "{}", kUsage);
   } else {
-    fmt::print(stderr, "weft: there is no command \"{}\"; serve, generate and status are there\n",
+    fmt::print(stderr,
+               "weft: there is no command \"{}\"; serve, generate, bench and status are there\n",
                command);
   }
   return weft::kExitConfigError;
 }
+
+}  // namespace
+
+int main(int argc, char** argv) { return weft::FinishOutput(Run(argc, argv)); }

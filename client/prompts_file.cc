@@ -1,10 +1,17 @@
 #include "client/prompts_file.h"
 
+#include <cerrno>
 #include <charconv>
 #include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <limits>
 #include <optional>
+#include <set>
 #include <string>
+#include <system_error>
 
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
@@ -99,8 +106,20 @@ absl::Status ReadField(const std::string& key, const Json& value, v1::GenerateRe
 
 absl::StatusOr<v1::GenerateRequest> ParseLine(std::string_view line,
                                               const v1::SamplingParams& defaults) {
-  const Json object = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+  std::set<std::string> keys;
+  std::string twice;
+  const Json object = Json::parse(
+      line,
+      [&](int depth, Json::parse_event_t event, Json& key) {
+        if (depth == 1 && event == Json::parse_event_t::key &&
+            !keys.insert(key.get<std::string>()).second) {
+          twice = key.get<std::string>();
+        }
+        return true;
+      },
+      /*allow_exceptions=*/false);
   if (!object.is_object()) return absl::InvalidArgumentError("not a JSON object");
+  if (!twice.empty()) return absl::InvalidArgumentError(fmt::format("`{}` is there twice", twice));
   const auto given = [&](const char* key) {
     const auto it = object.find(key);
     return it != object.end() && !it->is_null();
@@ -132,6 +151,27 @@ absl::StatusOr<std::vector<v1::GenerateRequest>> ParsePromptsFile(
           fmt::format("{}:{}: {}", file_name, number, std::string(request.status().message())));
     }
     requests.push_back(*std::move(request));
+  }
+  return requests;
+}
+
+absl::StatusOr<std::vector<v1::GenerateRequest>> ReadPromptsFile(
+    const std::string& file_name, const v1::SamplingParams& defaults) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(file_name, ignored)) {
+    return absl::InvalidArgumentError(
+        fmt::format("{}: is a directory; a file with a JSON object per line is wanted", file_name));
+  }
+  std::ifstream file(file_name, std::ios::binary);
+  if (!file) {
+    return absl::NotFoundError(
+        fmt::format("{}: cannot be read: {}", file_name, std::strerror(errno)));
+  }
+  const std::string contents(std::istreambuf_iterator<char>(file), {});
+  ASSIGN_OR_RETURN(std::vector<v1::GenerateRequest> requests,
+                   ParsePromptsFile(contents, file_name, defaults));
+  if (requests.empty()) {
+    return absl::InvalidArgumentError(fmt::format("{}: no prompt in it", file_name));
   }
   return requests;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -10,10 +11,14 @@ namespace weft {
 
 // Parses one JSON object per line: `prompt` or `prompt_token_ids`, and any of `max_tokens,
 // temperature, top_k, top_p, seed, ignore_eos, stop_token_ids`; a field that is absent or null
-// comes from `defaults`. Empty lines are skipped.
+// comes from `defaults`. A field given twice is refused. Empty lines are skipped.
 // INVALID_ARGUMENT names `file_name`, the line and what is wrong with it.
 absl::StatusOr<std::vector<v1::GenerateRequest>> ParsePromptsFile(
     std::string_view contents, std::string_view file_name, const v1::SamplingParams& defaults);
+
+// Likewise, of the file of that name; at least one. NOT_FOUND when it cannot be read.
+absl::StatusOr<std::vector<v1::GenerateRequest>> ReadPromptsFile(
+    const std::string& file_name, const v1::SamplingParams& defaults);
 
 // Parses "1,2,3". INVALID_ARGUMENT names what is not a token id.
 absl::StatusOr<std::vector<std::int32_t>> ParseTokenIds(std::string_view list);

@@ -32,9 +32,21 @@ absl::StatusOr<v1::GetServerInfoResponse> FetchServerInfo(v1::Inference::Stub& s
   return info;
 }
 
+std::int32_t FetchVocabSize(v1::Inference::Stub& stub, absl::Duration timeout) {
+  constexpr std::int32_t kLeast = 256;  // every vocabulary has at least the bytes
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+  v1::GetModelInfoResponse info;
+  const grpc::Status status = stub.GetModelInfo(&context, {}, &info);
+  return status.ok() && info.vocab_size() > 0 ? info.vocab_size() : kLeast;
+}
+
 std::string FormatServerInfo(const v1::GetServerInfoResponse& info) {
   std::string text = fmt::format("weft {}, {} group{}\n", info.version(), info.groups_size(),
                                  info.groups_size() == 1 ? "" : "s");
+  if (!info.metrics_address().empty()) {
+    text += fmt::format("metrics  http://{}/metrics\n", info.metrics_address());
+  }
   for (const v1::GroupInfo& group : info.groups()) {
     text += fmt::format("\n{}  {}\n", group.address(), group.state());
     if (group.tensor_parallel_size() == 0) continue;  // its leader was never heard of
@@ -46,15 +58,16 @@ std::string FormatServerInfo(const v1::GetServerInfoResponse& info) {
                         group.num_blocks() == 0 ? 0.0 : 100.0 * used / group.num_blocks());
     text += fmt::format("  requests {} running, {} waiting\n", group.num_requests_running(),
                         group.num_requests_waiting());
-    text += fmt::format("  {:>4}  {:>8}  {:>12}  {:>12}  {:>11}  {:>11}  {:>11}\n", "rank", "pid",
-                        "sent", "received", "weights", "KV", "workspace");
+    text += fmt::format("  {:>4}  {:>8}  {:>12}  {:>12}  {:>11}  {:>11}  {:>11}  {}\n", "rank",
+                        "pid", "sent", "received", "weights", "KV", "workspace", "metrics");
     for (const v1::RankInfo& rank : group.ranks()) {
-      text += fmt::format("  {:>4}  {:>8}  {:>12}  {:>12}  {:>11}  {:>11}  {:>11}\n", rank.rank(),
-                          rank.pid(), FormatBytes(rank.fabric_sent_bytes()),
+      text += fmt::format("  {:>4}  {:>8}  {:>12}  {:>12}  {:>11}  {:>11}  {:>11}  {}\n",
+                          rank.rank(), rank.pid(), FormatBytes(rank.fabric_sent_bytes()),
                           FormatBytes(rank.fabric_received_bytes()),
                           FormatBytes(static_cast<std::uint64_t>(rank.weight_bytes())),
                           FormatBytes(static_cast<std::uint64_t>(rank.kv_bytes())),
-                          FormatBytes(static_cast<std::uint64_t>(rank.workspace_bytes())));
+                          FormatBytes(static_cast<std::uint64_t>(rank.workspace_bytes())),
+                          rank.metrics_address().empty() ? "none" : rank.metrics_address());
     }
   }
   return text;

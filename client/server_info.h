@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -11,6 +12,9 @@ namespace weft {
 // Asks the router; the error is gRPC's (UNAVAILABLE when nobody listens, DEADLINE_EXCEEDED).
 absl::StatusOr<v1::GetServerInfoResponse> FetchServerInfo(v1::Inference::Stub& stub,
                                                           absl::Duration timeout);
+
+// The vocabulary of the served model; 256 when the router does not tell.
+std::int32_t FetchVocabSize(v1::Inference::Stub& stub, absl::Duration timeout);
 
 // For people: a line per group, and below it one per rank.
 std::string FormatServerInfo(const v1::GetServerInfoResponse& info);

@@ -2,6 +2,7 @@
 #include <string>
 
 #include "client/commands.h"
+#include "client/output.h"
 #include "client/server_info.h"
 #include "fmt/format.h"
 #include "grpcpp/channel.h"
@@ -29,7 +30,7 @@ int StatusCommand(int argc, char** argv) {
     fmt::print(stderr, "weft status: {}: {}\n", address, std::string(info.status().message()));
     return 1;
   }
-  fmt::print("{}", format == "json" ? ServerInfoToJson(*info) + "\n" : FormatServerInfo(*info));
+  PrintOut(format == "json" ? ServerInfoToJson(*info) + "\n" : FormatServerInfo(*info));
   return 0;
 }
 

@@ -4,6 +4,7 @@ find_package(Protobuf REQUIRED)  # MODULE mode: Debian's gRPC is built against i
 find_package(gRPC CONFIG REQUIRED)
 find_package(ucx CONFIG REQUIRED)
 find_package(prometheus-cpp CONFIG REQUIRED)
+find_package(civetweb CONFIG REQUIRED)  # the HTTP server that prometheus-cpp itself uses
 find_package(hwy CONFIG REQUIRED)
 find_package(CLI11 CONFIG REQUIRED)
 find_package(nlohmann_json CONFIG REQUIRED)

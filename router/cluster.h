@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "router/cluster_snapshot.h"
 #include "router/group_link.h"
 #include "server/base/mutex.h"
@@ -42,6 +43,13 @@ class Cluster {
   Cluster& operator=(const Cluster&) = delete;
 
   std::shared_ptr<const ClusterSnapshot> Snapshot() const;
+  // In the order of options.addresses.
+  absl::Span<const std::shared_ptr<GroupLink>> links() const { return links_; }
+  // Requests that wait for a group.
+  std::int64_t num_waiting() const {
+    MutexLock lock(mutex_);
+    return static_cast<std::int64_t>(waiting_.size());
+  }
 
   // A name for one Place(), so that it can be cancelled while it is still on its way into the
   // queue.

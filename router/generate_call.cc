@@ -52,7 +52,9 @@ StreamWriterOptions<v1::GenerateResponse> ResponseStreamOptions(const GenerateCo
   return {.max_messages = static_cast<std::size_t>(std::max<std::int64_t>(1, context.limits.max_n)),
           .max_bytes = context.max_stream_buffer_bytes,
           .size_bytes = ResponseBytes,
-          .merge = MergeResponses};
+          .merge = MergeResponses,
+          .total_buffered_bytes =
+              context.metrics != nullptr ? context.metrics->stream_buffer_bytes() : nullptr};
 }
 
 absl::StatusOr<std::vector<std::int32_t>> EncodeText(const GenerateContext& context,
@@ -140,6 +142,7 @@ void GenerateCall::MakeSamples() {
   const auto prompt_tokens = static_cast<std::int32_t>(prompt_.size());
   const SampleCall::Options options = {
       .cluster = context_.cluster,
+      .metrics = context_.metrics,
       .max_attempts = context_.max_attempts,
       .prompt_tokens = prompt_tokens + request_.resume().ids_size(),
       .deadline = deadline_};

@@ -8,6 +8,7 @@
 
 #include "router/cluster.h"
 #include "router/request_registry.h"
+#include "router/router_metrics.h"
 #include "router/sample_call.h"
 #include "router/text/chat_template.h"
 #include "router/text/tokenizer.h"
@@ -29,6 +30,8 @@ struct GenerateContext {
   TextPool* text_pool = nullptr;
   Cluster* cluster = nullptr;
   RequestRegistry* registry = nullptr;
+  RouterMetrics* metrics = nullptr;  // may be null
+  std::string metrics_address;       // for GetServerInfo
 };
 
 // One request on its way: validate, tokenize, then one SampleCall for each of its samples, whose

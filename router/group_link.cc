@@ -92,9 +92,15 @@ std::int64_t GroupLink::in_flight() const {
   return in_flight_;
 }
 
+std::uint64_t GroupLink::num_placements() const {
+  MutexLock lock(mutex_);
+  return num_placements_;
+}
+
 void GroupLink::Enter() {
   MutexLock lock(mutex_);
   ++in_flight_;
+  ++num_placements_;
 }
 
 void GroupLink::Leave() {

@@ -48,9 +48,12 @@ class GroupLink {
   // GroupLease is returned: no on_change and no on_lost comes afterwards. Once, before destruction.
   void Shutdown();
 
+  const std::string& address() const { return address_; }
   std::shared_ptr<const GroupSnapshot> Snapshot() const;
   // Requests of this router that hold a GroupLease.
   std::int64_t in_flight() const;
+  // GroupLeases there have ever been.
+  std::uint64_t num_placements() const;
   v1::Worker::Stub& stub() { return *stub_; }
 
   // Registers a call of the group's incarnation `epoch`; `on_lost` runs if the group is lost
@@ -88,6 +91,7 @@ class GroupLink {
   Clock::time_point next_watch_ ABSL_GUARDED_BY(mutex_);
   std::chrono::milliseconds backoff_ ABSL_GUARDED_BY(mutex_);
   std::int64_t in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::uint64_t num_placements_ ABSL_GUARDED_BY(mutex_) = 0;
   std::uint64_t next_call_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::flat_hash_map<std::uint64_t, std::function<void()>> calls_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const GroupSnapshot> snapshot_ ABSL_GUARDED_BY(mutex_);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <memory>
@@ -6,17 +7,21 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "fmt/format.h"
 #include "router/cluster.h"
 #include "router/request_registry.h"
+#include "router/router_metrics.h"
 #include "router/router_service.h"
 #include "router/text/chat_template.h"
 #include "router/text/tokenizer.h"
 #include "router/text_pool.h"
 #include "server/base/log.h"
 #include "server/base/status_macros.h"
+#include "server/file_limit.h"
 #include "server/group_flags.h"
 #include "server/grpc_server.h"
+#include "server/metrics_server.h"
 #include "server/options.h"
 #include "server/router_flags.h"
 #include "server/signals.h"
@@ -30,8 +35,13 @@ constexpr absl::Duration kReadinessInterval = absl::Milliseconds(20);
 // For what is not Generate, once those have ended.
 constexpr absl::Duration kLastCalls = absl::Seconds(1);
 
+constexpr std::int32_t kDefaultMetricsPort = 9400;
+// The main loop turns far more often.
+constexpr absl::Duration kStallTimeout = absl::Seconds(5);
+
 struct Flags : CommonFlags, RouterFlags {
   std::vector<std::string> groups;
+  MetricsFlags metrics;
 };
 
 // Null with --skip-tokenizer-init.
@@ -41,6 +51,7 @@ absl::StatusOr<std::unique_ptr<Tokenizer>> LoadTokenizer(const Flags& flags) {
     return absl::InvalidArgumentError(
         "no model: give --model DIR, whose tokenizer.json is read, or --skip-tokenizer-init");
   }
+  RETURN_IF_ERROR(flags.CheckModelDir());
   return Tokenizer::Load(flags.model + "/tokenizer.json");
 }
 
@@ -100,13 +111,32 @@ GrpcServerOptions ServerOptionsOf(const Flags& flags) {
           .memory_quota_bytes = flags.memory_quota_bytes};
 }
 
+// Alive while the main loop turns, which takes the cluster's lock; ready while a group is.
+void SetProbes(MetricsServer* server, const Cluster& cluster,
+               const std::atomic<std::int64_t>& last_turn_ns) {
+  if (server == nullptr) return;
+  server->SetLiveness([&last_turn_ns] {
+    const absl::Duration silence = absl::Nanoseconds(absl::GetCurrentTimeNanos() - last_turn_ns);
+    if (silence <= kStallTimeout) return absl::OkStatus();
+    return absl::UnavailableError(
+        fmt::format("the main loop has stood still for {:.1f} s", absl::ToDoubleSeconds(silence)));
+  });
+  server->SetReadiness([&cluster] {
+    return cluster.Snapshot()->AnyReady() ? absl::OkStatus()
+                                          : absl::UnavailableError("no group is ready");
+  });
+}
+
 absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink& link) {
+  RETURN_IF_ERROR(RaiseFileLimit(kMinServerFiles));
   if (flags.groups.empty()) {
     return absl::InvalidArgumentError("no group: give --groups ADDRESS[,ADDRESS...]");
   }
   ASSIGN_OR_RETURN(const std::unique_ptr<Tokenizer> tokenizer, LoadTokenizer(flags));
 
   ASSIGN_OR_RETURN(const std::unique_ptr<ChatTemplate> chat_template, LoadChatTemplate(flags));
+  MetricRegistry metric_registry(flags.ServedModelName());
+  RouterMetrics metrics(metric_registry);
   GenerateContext context = {.limits = LimitsOf(flags),
                              .max_attempts = static_cast<std::uint32_t>(flags.max_attempts),
                              .max_stream_buffer_bytes = flags.max_stream_buffer_bytes,
@@ -118,6 +148,11 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   context.registry = &registry;
   context.cluster = &cluster;
   context.text_pool = &text_pool;
+  context.metrics = &metrics;
+  const auto reader = metrics.Read(cluster, text_pool);
+  ASSIGN_OR_RETURN(const std::unique_ptr<MetricsServer> metrics_server,
+                   MetricsServer::Start(flags.metrics, kDefaultMetricsPort, metric_registry));
+  if (metrics_server != nullptr) context.metrics_address = metrics_server->address();
   RouterService service(context);
   ASSIGN_OR_RETURN(const std::unique_ptr<GrpcServer> server,
                    GrpcServer::Start(ServerOptionsOf(flags), {&service}));
@@ -125,15 +160,22 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   spdlog::info("listening on {}", fmt::join(server->addresses(), ", "));
 
   // Readiness follows the groups; the supervisor hears of the first time.
+  std::atomic<std::int64_t> last_turn_ns = absl::GetCurrentTimeNanos();
+  SetProbes(metrics_server.get(), cluster, last_turn_ns);
   bool was_ready = false;
   bool reported = false;
   do {
+    last_turn_ns = absl::GetCurrentTimeNanos();
     const bool ready = cluster.Snapshot()->AnyReady();
     if (ready != was_ready) server->SetServing(v1::Inference::service_full_name(), ready);
     if (ready && !reported) link.ReportReady({{"address", server->addresses().front()}});
     was_ready = ready;
     reported |= ready;
   } while (signals.Wait(kReadinessInterval) == 0);
+  if (metrics_server != nullptr) {
+    metrics_server->SetLiveness(nullptr);
+    metrics_server->SetReadiness([] { return absl::UnavailableError("draining"); });
+  }
   spdlog::info("stopping: requests in flight have {}", absl::FormatDuration(flags.drain_timeout));
   server->SetServing(v1::Inference::service_full_name(), false);
   service.Drain(flags.drain_timeout);
@@ -148,6 +190,7 @@ int Main(int argc, char** argv) {
   OptionParser parser("weft-router", "The front door of a Weft cluster: text in, text out.");
   flags.CommonFlags::AddTo(parser);
   flags.RouterFlags::AddTo(parser);
+  flags.metrics.AddTo(parser, "9400");
   parser.Add("--groups", &flags.groups,
              "Leaders of the groups: HOST:PORT or unix-abstract:NAME, several with commas");
   if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -23,10 +24,16 @@ class ResponseStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
  public:
   using Writer = StreamWriter<v1::GenerateResponse>;
 
+  // Told once, as the stream's status leaves; `last` is the finish reason of the last message that
+  // did, `sent` whether there was one. May be null.
+  using EndHandler =
+      std::function<void(const absl::Status& status, v1::FinishReason last, bool sent)>;
+
   // The first message gets `first_seq`. `registry` outlives the server.
   ResponseStream(RequestRegistry& registry, std::uint64_t first_seq,
-                 StreamWriterOptions<v1::GenerateResponse> options)
+                 StreamWriterOptions<v1::GenerateResponse> options, EndHandler on_end)
       : registry_(registry),
+        on_end_(std::move(on_end)),
         next_seq_(first_seq),
         writer_(std::make_shared<Writer>(static_cast<StreamSink<v1::GenerateResponse>&>(*this),
                                          std::move(options))) {
@@ -40,6 +47,7 @@ class ResponseStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
   using Reactor = grpc::ServerWriteReactor<grpc::ByteBuffer>;
 
   void StartWrite(const v1::GenerateResponse& message) override {
+    sent_ = true;
     numbered_ = message;
     numbered_.set_seq(next_seq_++);
     buffer_.Clear();
@@ -49,7 +57,10 @@ class ResponseStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
     Reactor::StartWrite(&buffer_);
   }
   // gRPC may delete us before this returns.
-  void Finish(const absl::Status& status) override { Reactor::Finish(ToGrpcStatus(status)); }
+  void Finish(const absl::Status& status) override {
+    if (on_end_ != nullptr) on_end_(status, numbered_.finish_reason(), sent_);
+    Reactor::Finish(ToGrpcStatus(status));
+  }
 
   // On copies: Finish() in one of these may lead to OnDone() on another thread.
   void OnWriteDone(bool ok) override { writer()->OnWriteDone(ok); }
@@ -61,8 +72,10 @@ class ResponseStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
   }
 
   RequestRegistry& registry_;
+  const EndHandler on_end_;
   std::uint64_t next_seq_;
   const std::shared_ptr<Writer> writer_;
+  bool sent_ = false;
   v1::GenerateResponse numbered_;
   grpc::ByteBuffer buffer_;
 };

@@ -8,7 +8,6 @@
 
 #include "absl/time/clock.h"
 #include "fmt/format.h"
-#include "router/response_stream.h"
 #include "router/text/detokenizer.h"
 #include "router/unary_call.h"
 #include "server/base/status_macros.h"
@@ -101,6 +100,19 @@ void RouterService::Drain(absl::Duration timeout) {
   absl::SleepFor(kLinger);
 }
 
+// Counts a call, now and when it ends.
+ResponseStream::EndHandler RouterService::EndHandler(
+    std::chrono::system_clock::time_point deadline) {
+  RouterMetrics* const metrics = context_.metrics;
+  if (metrics == nullptr) return nullptr;
+  metrics->OnRequest();
+  return [metrics, deadline](const absl::Status& status, v1::FinishReason last, bool sent) {
+    // gRPC cancels a call whose deadline passes.
+    const bool late = absl::IsCancelled(status) && std::chrono::system_clock::now() >= deadline;
+    metrics->OnEnd(late ? absl::DeadlineExceededError("") : status, last, sent);
+  };
+}
+
 grpc::ServerWriteReactor<grpc::ByteBuffer>* RouterService::Generate(
     grpc::CallbackServerContext* call, const grpc::ByteBuffer* request) {
   v1::GenerateRequest parsed;
@@ -112,7 +124,8 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* RouterService::Generate(
   options.on_cancel = [weak = std::weak_ptr<GenerateCall>(generate)] {
     if (const auto alive = weak.lock()) alive->End(absl::CancelledError("cancelled by the client"));
   };
-  auto* stream = new ResponseStream(*context_.registry, first_seq, std::move(options));
+  auto* stream = new ResponseStream(*context_.registry, first_seq, std::move(options),
+                                    EndHandler(call->deadline()));
   if (status.ok()) {
     generate->Start(stream->writer());
   } else {
@@ -161,6 +174,7 @@ grpc::ServerUnaryReactor* RouterService::GetServerInfo(grpc::CallbackServerConte
   return UnaryCall<v1::GetServerInfoRequest, v1::GetServerInfoResponse>::Start(
       *request, response, nullptr, [this](const auto&, v1::GetServerInfoResponse& out) {
         out.set_version(std::string(Version()));
+        out.set_metrics_address(context_.metrics_address);
         for (const auto& group : context_.cluster->Snapshot()->groups) {
           *out.add_groups() = group->info;
         }

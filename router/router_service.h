@@ -1,9 +1,12 @@
 #pragma once
 
+#include <chrono>
+
 #include "absl/time/time.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/server_callback.h"
 #include "router/generate_call.h"
+#include "router/response_stream.h"
 #include "weft/v1/inference.grpc.pb.h"
 
 namespace weft {
@@ -45,6 +48,8 @@ class RouterService final
                                           grpc::ByteBuffer* response) override;
 
  private:
+  ResponseStream::EndHandler EndHandler(std::chrono::system_clock::time_point deadline);
+
   const GenerateContext& context_;
 };
 

@@ -98,6 +98,7 @@ void SampleCall::OnWorkerEnd(absl::Status status) {
   const std::string reason = ReasonOf(status);
   const bool refused = reason == kReasonNotReady || reason == kReasonDraining;
   if (refused && !cancelled && !started_stream_ && ++attempt_ < options_.max_attempts) {
+    if (options_.metrics != nullptr) options_.metrics->OnRetry();
     Place();
     return;
   }

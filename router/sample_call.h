@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "router/cluster.h"
+#include "router/router_metrics.h"
 #include "router/sample_output.h"
 #include "router/worker_call.h"
 #include "server/base/mutex.h"
@@ -32,6 +33,7 @@ class SampleCall final : public WorkerCall::Handler {
 
   struct Options {
     Cluster* cluster = nullptr;
+    RouterMetrics* metrics = nullptr;  // may be null
     std::uint32_t max_attempts = 1;
     std::int64_t prompt_tokens = 0;  // for placement: what the group has to hold
     std::chrono::system_clock::time_point deadline;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <thread>
@@ -23,12 +24,17 @@ class TextPool {
 
   // RESOURCE_EXHAUSTED (OVERLOADED) when too many wait; `job` is then never run.
   absl::Status Submit(std::function<void()> job);
+  // Jobs that wait for a thread.
+  std::int64_t num_waiting() const {
+    MutexLock lock(mutex_);
+    return static_cast<std::int64_t>(jobs_.size());
+  }
 
  private:
   void Run();
 
   const std::size_t max_jobs_;
-  Mutex mutex_;
+  mutable Mutex mutex_;
   CondVar work_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::deque<std::function<void()>> jobs_ ABSL_GUARDED_BY(mutex_);

@@ -10,9 +10,9 @@ packages=(
   # tools
   ccache clang-format cmake g++ git iproute2 ninja-build pkg-config procps python3-venv
   # libraries, and the generators that go with them
-  libabsl-dev libcli11-dev libfmt-dev libgrpc++-dev libhwy-dev libpcre2-dev libprotobuf-dev
-  libspdlog-dev libssl-dev libucx-dev libutf8proc-dev nlohmann-json3-dev prometheus-cpp-dev
-  protobuf-compiler protobuf-compiler-grpc
+  libabsl-dev libcivetweb-dev libcli11-dev libfmt-dev libgrpc++-dev libhwy-dev libpcre2-dev
+  libprotobuf-dev libspdlog-dev libssl-dev libucx-dev libutf8proc-dev nlohmann-json3-dev
+  prometheus-cpp-dev protobuf-compiler protobuf-compiler-grpc
   # tests
   clang libbenchmark-dev libclang-rt-14-dev libgmock-dev libgtest-dev prometheus ucx-utils
 )

@@ -1,7 +1,9 @@
 #include "server/group_flags.h"
 
 #include <charconv>
+#include <filesystem>
 #include <limits>
+#include <system_error>
 
 #include "fmt/format.h"
 #include "server/base/check.h"
@@ -34,6 +36,18 @@ void CommonFlags::AddTo(OptionParser& parser) {
   parser.Group("Log");
   parser.AddChoice("--log-level", &log_level, {"debug", "info", "warn", "error"},
                    "What is written to standard error");
+}
+
+absl::Status CommonFlags::CheckModelDir() const {
+  std::error_code error;
+  const std::filesystem::file_status status = std::filesystem::status(model, error);
+  if (status.type() == std::filesystem::file_type::not_found) {
+    return absl::NotFoundError(fmt::format("{}: there is no such directory (--model)", model));
+  }
+  if (status.type() == std::filesystem::file_type::directory) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      fmt::format("{}: {} (--model)", model,
+                  error ? error.message() : "is a file; the directory of the model is wanted"));
 }
 
 std::string CommonFlags::ServedModelName() const {
@@ -117,6 +131,9 @@ void GroupFlags::AddTo(OptionParser& parser) {
              "Compute threads; default: the allowed CPUs over the ranks of this host",
              Range(1, 1024));
   parser.Add("--stall-timeout", &stall_timeout, "Without progress for so long, a rank is killed");
+  parser.Add("--log-stats-interval", &log_stats_interval,
+             "How often the leader logs throughput, requests and KV use while there is work; 0s: "
+             "never");
   parser.Add("--force-preemption-every", &force_preemption_every,
              "For tests: preempt a sequence every so many steps; 0: never", Range(0, kMaxInt32));
 }

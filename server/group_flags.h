@@ -22,6 +22,9 @@ struct CommonFlags {
   // Adds every flag; `this` must outlive `parser`.
   void AddTo(OptionParser& parser);
 
+  // NOT_FOUND or INVALID_ARGUMENT when `model` is no directory that can be looked into.
+  absl::Status CheckModelDir() const;
+
   // The name requests may give: served_model_name, else the last part of `model`.
   std::string ServedModelName() const;
 };
@@ -52,7 +55,8 @@ struct GroupFlags : CommonFlags {
 
   std::optional<std::int32_t> threads_per_rank;
   absl::Duration stall_timeout = absl::Seconds(3);
-  std::int32_t force_preemption_every = 0;  // for tests; 0: never
+  absl::Duration log_stats_interval = absl::Seconds(10);  // 0: never
+  std::int32_t force_preemption_every = 0;                // for tests; 0: never
 
   // Adds every flag, CommonFlags' too; `this` must outlive `parser`.
   void AddTo(OptionParser& parser);

@@ -372,4 +372,10 @@ bool OptionParser::WasSet(std::string_view name) const {
   return entry->was_set;
 }
 
+bool OptionParser::GivenAsFlag(std::string_view name) const {
+  const Impl::Entry* entry = impl_->Find(name);
+  CHECK_MSG(entry != nullptr, name);
+  return entry->option->count() > 0;
+}
+
 }  // namespace weft

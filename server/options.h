@@ -85,6 +85,8 @@ class OptionParser {
   bool Has(std::string_view name) const;
   // Whether `name` was given in any way.
   bool WasSet(std::string_view name) const;
+  // Whether it was given on the command line.
+  bool GivenAsFlag(std::string_view name) const;
 
  private:
   // How the table reads and writes one option's variable.

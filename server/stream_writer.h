@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -46,6 +47,9 @@ struct StreamWriterOptions {
   // has returned true, but may still be about to run when Write() or Finish() has returned false:
   // capture what outlives the call.
   std::function<void()> on_cancel;
+  // If not null, has what waits in this stream added to it, as it changes; for the metrics of a
+  // process. Outlives the stream.
+  std::atomic<std::int64_t>* total_buffered_bytes = nullptr;
 };
 
 // THE streaming logic: takes messages from a producer that never waits, and hands them to a
@@ -64,6 +68,7 @@ class StreamWriter {
       : sink_(sink), options_(std::move(options)) {
     CHECK(options_.size_bytes != nullptr && options_.max_messages > 0);
   }
+  ~StreamWriter() { SetWaitingBytes(0); }
   StreamWriter(const StreamWriter&) = delete;
   StreamWriter& operator=(const StreamWriter&) = delete;
 
@@ -105,6 +110,12 @@ class StreamWriter {
     bool tell_producer = false;
   };
 
+  void SetWaitingBytes(std::int64_t bytes) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    if (options_.total_buffered_bytes != nullptr && bytes != waiting_bytes_) {
+      options_.total_buffered_bytes->fetch_add(bytes - waiting_bytes_, std::memory_order_relaxed);
+    }
+    waiting_bytes_ = bytes;
+  }
   void Buffer(T message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Drops what waits and ends the stream, whatever state it is in.
   void Abort(absl::Status status, Action& action) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -198,12 +209,12 @@ void StreamWriter<T>::Buffer(T message) {
     for (auto into = waiting_.rbegin(); into != waiting_.rend(); ++into) {
       const std::int64_t before = options_.size_bytes(*into);
       if (options_.merge(*into, message)) {
-        waiting_bytes_ += options_.size_bytes(*into) - before;
+        SetWaitingBytes(waiting_bytes_ + options_.size_bytes(*into) - before);
         return;
       }
     }
   }
-  waiting_bytes_ += options_.size_bytes(message);
+  SetWaitingBytes(waiting_bytes_ + options_.size_bytes(message));
   waiting_.push_back(std::move(message));
 }
 
@@ -214,7 +225,7 @@ void StreamWriter<T>::Abort(absl::Status status, Action& action) {
   state_ = State::kFinished;
   status_ = std::move(status);
   waiting_.clear();
-  waiting_bytes_ = 0;
+  SetWaitingBytes(0);
 }
 
 template <typename T>
@@ -223,7 +234,7 @@ void StreamWriter<T>::Advance(Action& action) {
   if (!waiting_.empty()) {
     in_flight_ = std::move(waiting_.front());
     waiting_.pop_front();
-    waiting_bytes_ -= options_.size_bytes(in_flight_);
+    SetWaitingBytes(waiting_bytes_ - options_.size_bytes(in_flight_));
     writing_ = true;
     action.write = &in_flight_;
     return;

@@ -17,6 +17,7 @@ struct GenerateCalls::Table {
   void Leave(const Call& call);
 
   std::atomic<std::int64_t> num_open_streams{0};
+  std::atomic<std::int64_t> stream_buffer_bytes{0};
   Mutex mutex;
   struct Running {
     const Call* address = nullptr;  // whose place it is
@@ -129,10 +130,12 @@ grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* GenerateCalls::Start(
   auto* stream = new GrpcStream<Response>({.max_bytes = max_stream_buffer_bytes_,
                                            .size_bytes = ResponseBytes,
                                            .merge = MergeResponses,
-                                           .on_cancel = [open, weak = std::weak_ptr<Call>(call)] {
-                                             if (const auto running = weak.lock())
-                                               running->Cancel();
-                                           }});
+                                           .on_cancel =
+                                               [open, weak = std::weak_ptr<Call>(call)] {
+                                                 if (const auto running = weak.lock())
+                                                   running->Cancel();
+                                               },
+                                           .total_buffered_bytes = &table_->stream_buffer_bytes});
   call->Attach(stream->writer());
   std::shared_ptr<Call> older;
   if (const absl::Status entered = table_->Enter(call, older); !entered.ok()) {
@@ -165,6 +168,10 @@ void GenerateCalls::EndAll(const absl::Status& status) {
 }
 
 std::int64_t GenerateCalls::num_open_streams() const { return table_->num_open_streams.load(); }
+
+std::int64_t GenerateCalls::stream_buffer_bytes() const {
+  return table_->stream_buffer_bytes.load(std::memory_order_relaxed);
+}
 
 std::int64_t GenerateCalls::num_running_ids() const {
   MutexLock lock(table_->mutex);

@@ -38,6 +38,8 @@ class GenerateCalls {
 
   // Streams whose last message has not been taken by their reader's connection.
   std::int64_t num_open_streams() const;
+  // What waits in them.
+  std::int64_t stream_buffer_bytes() const;
   // Request ids that are taken.
   std::int64_t num_running_ids() const;
 

@@ -18,9 +18,11 @@ constexpr absl::Duration kIdleWait = absl::Seconds(1);
 
 }  // namespace
 
-Leader::Leader(std::unique_ptr<Engine> engine, std::int32_t max_num_waiting)
-    // A burst waits here until the engine has looked at it, which may still refuse it.
-    : engine_(std::move(engine)), inbox_(static_cast<std::size_t>(max_num_waiting) + 1024) {
+Leader::Leader(std::unique_ptr<Engine> engine, std::int32_t max_num_waiting, LeaderMetrics* metrics)
+    : engine_(std::move(engine)),
+      metrics_(metrics),
+      // A burst waits here until the engine has looked at it, which may still refuse it.
+      inbox_(static_cast<std::size_t>(max_num_waiting) + 1024) {
   stats_ = engine_->Stats();
   engine_thread_ = std::thread([this] { EngineLoop(); });
 }
@@ -35,7 +37,10 @@ absl::StatusOr<RequestId> Leader::Submit(EngineRequest request, std::shared_ptr<
   const RequestId id{next_id_.fetch_add(1, std::memory_order_relaxed)};
   request.id = id;
   num_requests_.fetch_add(1, std::memory_order_relaxed);
-  if (!inbox_.TryPush({.id = id, .request = std::move(request), .sink = std::move(sink)})) {
+  if (!inbox_.TryPush({.id = id,
+                       .request = std::move(request),
+                       .sink = std::move(sink),
+                       .arrival = absl::Now()})) {
     num_requests_.fetch_sub(1, std::memory_order_relaxed);
     return WithReason(absl::ResourceExhaustedError(
                           fmt::format("{} messages wait for the engine", inbox_.capacity())),
@@ -66,12 +71,20 @@ EngineStats Leader::Stats() const {
   return stats_;
 }
 
+std::vector<std::int64_t> Leader::KvLengths() const {
+  MutexLock lock(mutex_);
+  return kv_lengths_;
+}
+
 void Leader::HandleInbox(std::vector<Message>& inbox) {
   const absl::Time now = absl::Now();
   for (Message& message : inbox) {
+    const RequestTimes times = {
+        .arrival = message.arrival,
+        .num_prompt_tokens = static_cast<std::int32_t>(message.request.prompt_token_ids.size())};
     const absl::Status added = engine_->Add(std::move(message.request), now);
     if (added.ok()) {
-      sinks_.emplace(message.id, std::move(message.sink));
+      active_.emplace(message.id, Active{.sink = std::move(message.sink), .times = times});
     } else {
       num_requests_.fetch_sub(1, std::memory_order_relaxed);
       message.sink->OnRefused(added.code() == absl::StatusCode::kResourceExhausted
@@ -99,12 +112,19 @@ std::optional<StepResult> Leader::TakeResult() {
 }
 
 void Leader::DeliverEvents() {
+  const absl::Time now = absl::Now();
   for (const TokenEvent& event : engine_->TakeEvents()) {
-    const auto sink = sinks_.find(event.id);
-    if (sink == sinks_.end()) continue;
-    sink->second->OnEvent(event);
-    if (event.finish != FinishReason::kNone) {
-      sinks_.erase(sink);
+    const auto request = active_.find(event.id);
+    if (request == active_.end()) continue;
+    const bool ended = event.finish != FinishReason::kNone;
+    if (metrics_ != nullptr) {  // before the sink: who has seen an end finds it counted
+      RequestTimes& times = request->second.times;
+      if (event.token_id.has_value()) metrics_->OnToken(times, now);
+      if (ended) metrics_->OnEnd(times, event.admitted, event.finish, now);
+    }
+    request->second.sink->OnEvent(event);
+    if (ended) {
+      active_.erase(request);
       num_requests_.fetch_sub(1, std::memory_order_relaxed);
     }
   }
@@ -114,9 +134,11 @@ void Leader::PlanSteps() {
   for (;;) {
     const std::optional<StepResult> result = TakeResult();
     const StepPlan* plan = engine_->Step(absl::Now(), result);
+    engine_->GetKvLengths(next_kv_lengths_);
     std::uint64_t next = 0;
     {
       MutexLock lock(mutex_);
+      kv_lengths_.swap(next_kv_lengths_);
       stats_ = engine_->Stats();  // before the events: who has seen an end sees its blocks free
       next = planned_;
     }
@@ -125,6 +147,7 @@ void Leader::PlanSteps() {
       if (!result.has_value()) return;
       continue;
     }
+    if (metrics_ != nullptr) metrics_->OnStep(static_cast<std::int32_t>(plan->token_ids.size()));
     plans_[next % 2] = *plan;
     {
       MutexLock lock(mutex_);

@@ -12,6 +12,7 @@
 #include "server/base/mutex.h"
 #include "server/bounded_queue.h"
 #include "worker/engine/engine.h"
+#include "worker/leader_metrics.h"
 #include "worker/rank.h"
 
 namespace weft {
@@ -33,8 +34,9 @@ class TokenSink {
 // Thread-safe but for RunExecutor(), which is for one thread.
 class Leader {
  public:
-  // `engine` is used by the engine thread only from here on.
-  Leader(std::unique_ptr<Engine> engine, std::int32_t max_num_waiting);
+  // `engine` is used by the engine thread only from here on. `metrics` may be null.
+  Leader(std::unique_ptr<Engine> engine, std::int32_t max_num_waiting,
+         LeaderMetrics* metrics = nullptr);
   ~Leader();
   Leader(const Leader&) = delete;
   Leader& operator=(const Leader&) = delete;
@@ -55,6 +57,8 @@ class Leader {
 
   // As of the end of the last engine step.
   EngineStats Stats() const;
+  // Likewise: positions with KV of each running request.
+  std::vector<std::int64_t> KvLengths() const;
   // Requests handed over and not ended.
   std::int64_t num_requests() const { return num_requests_.load(std::memory_order_relaxed); }
 
@@ -63,6 +67,11 @@ class Leader {
     RequestId id{};
     EngineRequest request;
     std::shared_ptr<TokenSink> sink;
+    absl::Time arrival;
+  };
+  struct Active {
+    std::shared_ptr<TokenSink> sink;
+    RequestTimes times;
   };
 
   void EngineLoop();
@@ -74,10 +83,12 @@ class Leader {
   std::optional<StepResult> TakeResult();
 
   std::unique_ptr<Engine> engine_;
+  LeaderMetrics* const metrics_;
   BoundedQueue<Message> inbox_;
   std::atomic<std::uint64_t> next_id_{1};
   std::atomic<std::int64_t> num_requests_{0};
-  absl::flat_hash_map<RequestId, std::shared_ptr<TokenSink>> sinks_;  // engine thread
+  absl::flat_hash_map<RequestId, Active> active_;  // engine thread
+  std::vector<std::int64_t> next_kv_lengths_;      // likewise
 
   // Between the engine thread and the executor. Plans are copied into two slots in turn: at most
   // two steps are ever in flight.
@@ -97,6 +108,7 @@ class Leader {
   Result results_[2];                // likewise
   std::uint64_t results_taken_ = 0;  // engine thread
   EngineStats stats_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::int64_t> kv_lengths_ ABSL_GUARDED_BY(mutex_);
 
   std::thread engine_thread_;
 };

@@ -12,6 +12,7 @@
 #include "kernels/device/cpu_target.h"
 #include "server/base/log.h"
 #include "server/base/status_macros.h"
+#include "server/file_limit.h"
 #include "server/group_flags.h"
 #include "server/grpc_server.h"
 #include "server/options.h"
@@ -32,6 +33,7 @@ struct Flags : GroupFlags {
   absl::Duration join_timeout = absl::Minutes(30);
   absl::Duration drain_timeout = absl::Seconds(30);
   std::int32_t max_failed_starts = 0;
+  MetricsFlags metrics;
 
   void AddTo(OptionParser& parser) {
     GroupFlags::AddTo(parser);
@@ -53,6 +55,8 @@ struct Flags : GroupFlags {
         "--max-failed-starts", &max_failed_starts,
         "Give up when the group has died so often in a row without ever being ready; 0: never",
         Range(0, 1 << 20));
+    metrics.AddTo(parser,
+                  "9401 and the rank; under a supervisor a free one, or, if given, that of rank 0");
   }
 };
 
@@ -73,7 +77,18 @@ absl::Status Check(const Flags& flags) {
         "start the ranks of a group over several hosts one by one, with --rank",
         *flags.local_ranks, tp));
   }
+  const std::int32_t port = flags.metrics.metrics_port.value_or(0);
+  if (!flags.rank.has_value() && port > 65536 - tp) {
+    return absl::InvalidArgumentError(fmt::format(
+        "--metrics-port is {}; rank i of {} gets that and i more, up to 65535", port, tp));
+  }
   return absl::OkStatus();
+}
+
+// The metrics port of a rank under the supervisor: of the ports from the one given, or any.
+std::int32_t MetricsPortOf(std::int32_t rank, const MetricsFlags& flags) {
+  const std::int32_t first = flags.metrics_port.value_or(0);
+  return first > 0 ? first + rank : first;
 }
 
 // Starts all ranks of the group as children and keeps them running. They find the leader under an
@@ -92,6 +107,8 @@ int Supervise(const Flags& flags, const OptionParser& parser, TerminationSignals
     command.push_back(fmt::format("--local-ranks={}", num_ranks));
     command.push_back(fmt::format("--join-timeout={}", absl::FormatDuration(flags.join_timeout)));
     command.push_back(fmt::format("--drain-timeout={}", absl::FormatDuration(flags.drain_timeout)));
+    command.push_back(fmt::format("--metrics-port={}", MetricsPortOf(rank, flags.metrics)));
+    command.push_back("--metrics-host=" + flags.metrics.metrics_host);
     if (rank == 0) {
       for (const std::string& address : flags.listen) command.push_back("--listen=" + address);
       command.push_back("--listen=" + join_address);
@@ -122,6 +139,8 @@ int Main(int argc, char** argv) {
   if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
   absl::Status status = Check(flags);
   if (status.ok()) status = kernels::InitCpuTarget();
+  if (status.ok()) status = RaiseFileLimit(kMinServerFiles);
+  if (status.ok()) status = flags.CheckModelDir();
   if (status.ok() && !flags.rank.has_value()) status = CheckModel(flags);
   if (!status.ok()) {
     std::fprintf(stderr, "weft-worker: %s\n", std::string(status.message()).c_str());
@@ -137,7 +156,8 @@ int Main(int argc, char** argv) {
                          .listen = flags.listen,
                          .leader_address = flags.leader_address,
                          .join_timeout = flags.join_timeout,
-                         .drain_timeout = flags.drain_timeout},
+                         .drain_timeout = flags.drain_timeout,
+                         .metrics = flags.metrics},
                         signals, link);
 }
 

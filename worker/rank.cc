@@ -46,6 +46,21 @@ bool Progress::MovedOrIdle(std::uint64_t signs) {
   return moved || !busy;
 }
 
+void Progress::Observe(std::uint64_t signs) {
+  const std::uint64_t now = ticks_.load(std::memory_order_relaxed) + steps() + signs;
+  if (now != observed_) Touch();
+  observed_ = now;
+}
+
+absl::Status Progress::CheckLiveness(absl::Duration timeout) const {
+  if (!busy_.load(std::memory_order_relaxed)) return absl::OkStatus();
+  const absl::Duration silence = absl::Now() - last_progress();
+  if (silence <= timeout) return absl::OkStatus();
+  return absl::UnavailableError(
+      fmt::format("step {} has made no progress for {:.1f} s; {} are allowed", steps() + 1,
+                  absl::ToDoubleSeconds(silence), absl::FormatDuration(timeout)));
+}
+
 Rank::Rank(const RankModel& model, const GroupAgreement& agreement, const RankOptions& options,
            Fabric& fabric, Progress& progress)
     : model_(model),
@@ -201,11 +216,15 @@ absl::Status Rank::Follow(const std::atomic<bool>& stop) {
 
 void Rank::EndStep() {
   progress_.EndStep();
+  const CollectiveCounters world = world_->Counters();
+  const CollectiveCounters dcp = dcp_->Counters();
   MutexLock lock(counters_mutex_);
-  counters_ = fabric_.Counters();
+  counters_ = {.fabric = fabric_.Counters(),
+               .collective_received_bytes = world.received_bytes + dcp.received_bytes,
+               .collective_wait = world.waiting + dcp.waiting};
 }
 
-FabricCounters Rank::fabric_counters() const {
+RankCounters Rank::counters() const {
   MutexLock lock(counters_mutex_);
   return counters_;
 }

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "server/base/mutex.h"
@@ -30,8 +31,12 @@ struct GroupAgreement {
 // Whether a rank moves on. Written by its executor, read by anyone.
 class Progress {
  public:
-  void BeginStep() { busy_.store(true, std::memory_order_relaxed); }
+  void BeginStep() {
+    Touch();
+    busy_.store(true, std::memory_order_relaxed);
+  }
   void EndStep() {
+    Touch();
     steps_.fetch_add(1, std::memory_order_relaxed);
     busy_.store(false, std::memory_order_relaxed);
   }
@@ -42,11 +47,31 @@ class Progress {
   // last call; `signs` counts whatever else is a sign of life. One caller.
   bool MovedOrIdle(std::uint64_t signs);
 
+  // When a step last began or ended, or Observe() saw that one got on.
+  absl::Time last_progress() const {
+    return absl::FromUnixNanos(last_progress_ns_.load(std::memory_order_relaxed));
+  }
+  // Call it now and then, so that a long step counts as progress; `signs` as above. One caller.
+  void Observe(std::uint64_t signs);
+  // For probes: UNAVAILABLE, saying since when, if a step has not got on for `timeout`. Any thread.
+  absl::Status CheckLiveness(absl::Duration timeout) const;
+
  private:
+  void Touch() { last_progress_ns_.store(absl::GetCurrentTimeNanos(), std::memory_order_relaxed); }
+
   std::atomic<bool> busy_{false};
   std::atomic<std::uint64_t> steps_{0};
   std::atomic<std::uint64_t> ticks_{0};  // collectives and layers
-  std::uint64_t seen_ = 0;
+  std::atomic<std::int64_t> last_progress_ns_{absl::GetCurrentTimeNanos()};
+  std::uint64_t seen_ = 0;      // by MovedOrIdle()
+  std::uint64_t observed_ = 0;  // by Observe()
+};
+
+// What a rank has exchanged and waited for, as of the end of its last step.
+struct RankCounters {
+  FabricCounters fabric;
+  std::uint64_t collective_received_bytes = 0;
+  absl::Duration collective_wait;
 };
 
 struct RankOptions {
@@ -84,8 +109,8 @@ class Rank {
   std::int64_t workspace_bytes() const {
     return runner_->workspace_bytes() + world_->workspace_bytes() + dcp_->workspace_bytes();
   }
-  // As of the end of the last step. Any thread.
-  FabricCounters fabric_counters() const;
+  // Any thread.
+  RankCounters counters() const;
 
  private:
   Rank(const RankModel& model, const GroupAgreement& agreement, const RankOptions& options,
@@ -124,7 +149,7 @@ class Rank {
   absl::Status inbox_status_;
 
   mutable Mutex counters_mutex_;
-  FabricCounters counters_ ABSL_GUARDED_BY(counters_mutex_);
+  RankCounters counters_ ABSL_GUARDED_BY(counters_mutex_);
   StepPlan plan_;
 };
 

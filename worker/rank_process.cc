@@ -26,6 +26,8 @@
 #include "worker/join_client.h"
 #include "worker/leader.h"
 #include "worker/rank.h"
+#include "worker/rank_metrics.h"
+#include "worker/stats_line.h"
 #include "worker/worker_service.h"
 
 namespace weft {
@@ -124,12 +126,32 @@ class RankProcess {
   RankProcess(const RankProcessOptions& options, SupervisorLink& link)
       : options_(options),
         model_options_(ModelOptionsOf(options)),
+        registry_(options.group.ServedModelName()),
         stream_(options.group.threads_per_rank.value_or(
             std::max(1, AllowedCpus() / options.local_ranks))),
         link_(link) {
     link_.SetHealthCheck([this] { return progress_.MovedOrIdle(stream_.pool().num_claims()); });
   }
   ~RankProcess() { link_.SetHealthCheck(nullptr); }
+
+  // First: probes are answered while the model loads.
+  absl::Status StartMetrics() {
+    constexpr std::int32_t kFirstPort = 9401;
+    ASSIGN_OR_RETURN(metrics_server_,
+                     MetricsServer::Start(options_.metrics, kFirstPort + options_.rank, registry_));
+    SetProbes([this] { return CheckLiveness(); }, nullptr);
+    return absl::OkStatus();
+  }
+  // Null readiness: not yet.
+  void SetProbes(MetricsServer::Check liveness, MetricsServer::Check readiness) {
+    if (metrics_server_ == nullptr) return;
+    metrics_server_->SetLiveness(std::move(liveness));
+    metrics_server_->SetReadiness(std::move(readiness));
+  }
+  absl::Status CheckLiveness() const {
+    return progress_.CheckLiveness(options_.group.stall_timeout);
+  }
+  void Observe() { progress_.Observe(stream_.pool().num_claims()); }
 
   absl::Status Load() {
     const absl::Time start = absl::Now();
@@ -163,6 +185,7 @@ class RankProcess {
                  static_cast<double>(model_->weights.SizeBytes()) / 1e6,
                  static_cast<double>(rank_->kv_bytes()) / 1e6,
                  static_cast<double>(rank_->workspace_bytes()) / 1e6);
+    reader_ = ReadRank(registry_, *rank_, progress_, options_.rank, model_->weights.SizeBytes());
     return absl::OkStatus();
   }
 
@@ -177,8 +200,9 @@ class RankProcess {
     v1::RankInfo info;
     info.set_rank(options_.rank);
     info.set_pid(getpid());
+    if (metrics_server_ != nullptr) info.set_metrics_address(metrics_server_->address());
     if (rank_ == nullptr) return info;
-    const FabricCounters counters = rank_->fabric_counters();
+    const FabricCounters counters = rank_->counters().fabric;
     info.set_fabric_sent_bytes(counters.sent_bytes);
     info.set_fabric_received_bytes(counters.received_bytes);
     info.set_weight_bytes(model_->weights.SizeBytes());
@@ -189,16 +213,21 @@ class RankProcess {
 
   const RankModel& model() const { return *model_; }
   Rank& rank() { return *rank_; }
+  MetricRegistry& registry() { return registry_; }
 
  private:
   const RankProcessOptions& options_;
   const RankModelOptions model_options_;
+  MetricRegistry registry_;
   Progress progress_;
   kernels::CpuStream stream_;
   SupervisorLink& link_;
   std::optional<RankModel> model_;
   std::unique_ptr<Fabric> fabric_;
   std::unique_ptr<Rank> rank_;
+  // Look at all of the above.
+  std::unique_ptr<MetricRegistry::Reader> reader_;
+  std::unique_ptr<MetricsServer> metrics_server_;
 };
 
 v1::GroupState DescribeGroup(const RankProcessOptions& options, const RankModel& model,
@@ -257,6 +286,16 @@ absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(const GroupFlags& flags, cons
                          .force_preemption_every = flags.force_preemption_every});
 }
 
+// Null for an interval of 0.
+std::unique_ptr<Ticker> StartStatsLog(const Leader& leader, absl::Duration interval) {
+  if (interval == absl::ZeroDuration()) return nullptr;
+  const std::chrono::milliseconds period =
+      absl::ToChronoMilliseconds(std::clamp(interval, absl::Milliseconds(1), absl::Hours(24)));
+  return std::make_unique<Ticker>(period, [&leader, line = StatsLine(absl::Now())]() mutable {
+    if (const auto text = line.Next(leader.Stats(), absl::Now())) spdlog::info("{}", *text);
+  });
+}
+
 int RunLeader(const RankProcessOptions& options, SignalWatch& signals, SupervisorLink& link) {
   const std::uint64_t generation = std::random_device{}() | 1u;
   std::atomic<bool> stopping{false};
@@ -282,6 +321,10 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
     return Fail(options, status);
   };
   RankProcess process(options, link);
+  if (absl::Status started = process.StartMetrics(); !started.ok()) {
+    fail(started);
+    return kExitConfigError;
+  }
   if (absl::Status loaded = process.Load(); !loaded.ok()) return fail(loaded);
   service.SetState("waiting for ranks");
   absl::StatusOr<GroupAgreement> agreement = SettleJoins(options, joins, process, service);
@@ -298,7 +341,10 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   spdlog::info("ready\n{}",
                process.model().Summary(agreement->num_blocks, agreement->max_model_len));
 
-  Leader leader(*std::move(engine), options.group.max_num_waiting);
+  LeaderMetrics metrics(process.registry());
+  Leader leader(*std::move(engine), options.group.max_num_waiting, &metrics);
+  const auto reader = ReadLeader(process.registry(), leader, process.model().layout,
+                                 [&service] { return service.calls().stream_buffer_bytes(); });
   // SIGTERM: no new requests, finish those that run, then leave; followers leave with us.
   std::promise<void> drained;
   signals.OnSignal([&] {
@@ -320,8 +366,19 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   service.SetReady(leader, DescribeGroup(options, process.model(), *agreement));
   (*server)->SetServing("weft.v1.Worker", true);
   link.ReportReady({{"address", (*server)->addresses().front()}});
+  process.SetProbes(
+      [&] {
+        absl::Status status = process.CheckLiveness();
+        status.Update(service.CheckFollowers(options.group.stall_timeout));
+        return status;
+      },
+      [&] { return service.CheckServing(); });
   const absl::Status ended = [&] {
-    Ticker ticker(kInfoInterval, [&] { service.SetRankInfo(process.Info()); });
+    Ticker info_ticker(kInfoInterval, [&] {
+      process.Observe();
+      service.SetRankInfo(process.Info());
+    });
+    const auto stats_ticker = StartStatsLog(leader, options.group.log_stats_interval);
     return leader.RunExecutor(process.rank());
   }();
   if (!ended.ok()) ExitGroupLost(0, std::string(ended.message()));
@@ -335,6 +392,10 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
 
 int RunFollower(const RankProcessOptions& options, SignalWatch& signals, SupervisorLink& link) {
   RankProcess process(options, link);
+  if (absl::Status started = process.StartMetrics(); !started.ok()) {
+    Fail(options, started);
+    return kExitConfigError;
+  }
   if (absl::Status loaded = process.Load(); !loaded.ok()) return Fail(options, loaded);
 
   spdlog::info("joining the leader at {}", options.leader_address);
@@ -356,7 +417,11 @@ int RunFollower(const RankProcessOptions& options, SignalWatch& signals, Supervi
     return Fail(options, started);
   }
   link.ReportReady({});
-  Ticker ticker(kInfoInterval, [&] { join.Send(process.Info()); });
+  process.SetProbes([&] { return process.CheckLiveness(); }, [] { return absl::OkStatus(); });
+  Ticker ticker(kInfoInterval, [&] {
+    process.Observe();
+    join.Send(process.Info());
+  });
   signals.OnSignal([&] { terminating = true; });
   const absl::Status ended = process.rank().Follow(stop);
   ExitGroupLost(options.rank, std::string(ended.message()));

@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/group_flags.h"
+#include "server/metrics_server.h"
 #include "server/signals.h"
 #include "server/supervisor_link.h"
 
@@ -24,6 +25,7 @@ struct RankProcessOptions {
   std::string leader_address;                       // followers
   absl::Duration join_timeout = absl::Minutes(30);  // for all ranks to have loaded
   absl::Duration drain_timeout = absl::Seconds(30);
+  MetricsFlags metrics;
 };
 
 // What can be wrong with the model or the layout, found before any rank is started.

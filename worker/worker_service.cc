@@ -69,9 +69,7 @@ class WorkerService::JoinStream final
     }
     if (request_.has_info()) {
       MutexLock lock(service_.mutex_);
-      auto& ranks = service_.ranks_;
-      if (static_cast<std::size_t>(rank_) >= ranks.size()) ranks.resize(rank_ + 1);
-      ranks[rank_] = request_.info();
+      service_.KeepInfo(rank_, request_.info());
     }
     StartRead(&request_);
   }
@@ -157,8 +155,35 @@ void WorkerService::SetReady(Leader& leader, const v1::GroupState& info) {
 
 void WorkerService::SetRankInfo(const v1::RankInfo& info) {
   MutexLock lock(mutex_);
-  if (ranks_.empty()) ranks_.resize(1);
-  ranks_[0] = info;
+  KeepInfo(0, info);
+}
+
+void WorkerService::KeepInfo(std::int32_t rank, const v1::RankInfo& info) {
+  const auto at = static_cast<std::size_t>(rank);
+  if (at >= ranks_.size()) {
+    ranks_.resize(at + 1);
+    ranks_heard_.resize(at + 1, absl::Now());
+  }
+  ranks_[at] = info;
+  ranks_heard_[at] = absl::Now();
+}
+
+absl::Status WorkerService::CheckFollowers(absl::Duration timeout) {
+  MutexLock lock(mutex_);
+  const absl::Time now = absl::Now();
+  for (std::size_t rank = 1; rank < ranks_heard_.size(); ++rank) {
+    const absl::Duration silence = now - ranks_heard_[rank];
+    if (silence <= timeout) continue;
+    return absl::UnavailableError(
+        fmt::format("rank {} has said nothing for {:.1f} s", rank, absl::ToDoubleSeconds(silence)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WorkerService::CheckServing() {
+  MutexLock lock(mutex_);
+  if (state_.group().ready()) return absl::OkStatus();
+  return absl::UnavailableError(state_.group().state());
 }
 
 void WorkerService::StartDrain() {

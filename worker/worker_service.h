@@ -43,6 +43,10 @@ class WorkerService final : public v1::Worker::CallbackService {
   void SetReady(Leader& leader, const v1::GroupState& info);
   // This rank's own entry of GroupInfo.ranks; followers' come with their Join streams.
   void SetRankInfo(const v1::RankInfo& info);
+  // For probes. UNAVAILABLE when a follower has said nothing for `timeout`; it speaks every 500 ms.
+  absl::Status CheckFollowers(absl::Duration timeout);
+  // UNAVAILABLE, saying why, while Generate refuses requests.
+  absl::Status CheckServing();
   // Refuses new Generate calls with UNAVAILABLE (DRAINING).
   void StartDrain();
   // Ends those that still run likewise.
@@ -62,6 +66,7 @@ class WorkerService final : public v1::Worker::CallbackService {
   class JoinStream;
   using StateWriter = StreamWriter<v1::GroupState>;
 
+  void KeepInfo(std::int32_t rank, const v1::RankInfo& info) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::GroupState CurrentState() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Publish() ABSL_LOCKS_EXCLUDED(publish_mutex_, mutex_);
   void TickLoop();
@@ -81,7 +86,8 @@ class WorkerService final : public v1::Worker::CallbackService {
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::uint64_t state_seq_ ABSL_GUARDED_BY(mutex_) = 0;
   v1::GroupState state_ ABSL_GUARDED_BY(mutex_);
-  std::vector<v1::RankInfo> ranks_ ABSL_GUARDED_BY(mutex_);  // by rank
+  std::vector<v1::RankInfo> ranks_ ABSL_GUARDED_BY(mutex_);      // by rank
+  std::vector<absl::Time> ranks_heard_ ABSL_GUARDED_BY(mutex_);  // when; likewise
   std::vector<std::weak_ptr<StateWriter>> watchers_ ABSL_GUARDED_BY(mutex_);
   std::vector<JoinStream*> join_streams_ ABSL_GUARDED_BY(mutex_);
   std::thread ticker_;

@@ -30,6 +30,7 @@ namespace weft {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 using Json = nlohmann::json;
 namespace fs = std::filesystem;
@@ -51,8 +52,9 @@ std::vector<std::string> Lines(const std::string& text) {
 // One run of a program; its output goes to files.
 class Program {
  public:
-  Program(std::vector<std::string> arguments, const fs::path& output)
-      : out_(output.string() + ".out"), err_(output.string() + ".err") {
+  Program(std::vector<std::string> arguments, const fs::path& output, const std::string& out_file)
+      : out_(out_file.empty() ? output.string() + ".out" : out_file),
+        err_(output.string() + ".err") {
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
     const int flags = O_WRONLY | O_CREAT | O_TRUNC;
@@ -123,10 +125,12 @@ class CliTest : public ::testing::Test {
     return count;
   }
 
-  std::unique_ptr<Program> Start(std::vector<std::string> arguments) {
+  // Standard output goes to `out_file` if there is one.
+  std::unique_ptr<Program> Start(std::vector<std::string> arguments,
+                                 const std::string& out_file = "") {
     arguments.insert(arguments.begin(), (dir_.path() / "weft").string());
     return std::make_unique<Program>(std::move(arguments),
-                                     dir_.path() / fmt::format("run{}", next_run_++));
+                                     dir_.path() / fmt::format("run{}", next_run_++), out_file);
   }
 
   // `weft generate` with processes of its own.
@@ -163,7 +167,14 @@ TEST_F(CliTest, BadCommandLinesAreOneLineAndAConfigurationError) {
       {{"generate", "m", "--prompts-file=/nowhere.jsonl"}, "/nowhere.jsonl: cannot be read"},
       {{"generate", "m", "--prompts-file=" + WriteFile("bad.jsonl", "{}")}, "bad.jsonl:1: "},
       {{"generate", "m", "--prompts-file=" + WriteFile("none.jsonl", "\n")}, "no prompt in it"},
+      {{"generate", "m", "--prompts-file=/proc"}, "/proc: is a directory"},
       {{"generate", "m", "--prompt=a", "--max-tokens=x"}, "--max-tokens"},
+      {{"generate", "--address=x:1", "--prompt=a", "-tp", "2"}, "--tensor-parallel-size is for"},
+      {{"generate", "m", "--address=x:1", "--prompt=a"}, "--model is for processes of our own"},
+      {{"bench", "--address=x:1", "--skip-tokenizer-init"}, "--skip-tokenizer-init is for"},
+      {{"bench", "m", "--request-rate=0"}, "--request-rate"},
+      {{"bench", "m", "--random-range-ratio=1.5"}, "--random-range-ratio"},
+      {{"bench", "m", "--prompts-file=/nowhere.jsonl"}, "/nowhere.jsonl: cannot be read"},
   };
   for (const auto& [arguments, message] : cases) {
     const auto program = Start(arguments);
@@ -222,7 +233,8 @@ TEST_F(CliTest, ABrokenModelIsOneLineAndNoRestart) {
   EXPECT_EQ(program->Wait(), kExitConfigError);
   EXPECT_THAT(program->Err(), StartsWith("fake-leader: broken is broken"));
   EXPECT_EQ(program->Out(), "");
-  const auto serve = Start({"serve", "broken", "--skip-tokenizer-init", "--port=0"});
+  const auto serve =
+      Start({"serve", "broken", "--skip-tokenizer-init", "--port=0", "--metrics-port=0"});
   EXPECT_EQ(serve->Wait(), kExitConfigError);
 }
 
@@ -239,8 +251,9 @@ TEST_F(CliTest, NothingIsLeftAfterAnInterruptOrAKill) {
 
 TEST_F(CliTest, ServeFinishesWhatIsInFlight) {
   const std::string address = fmt::format("unix-abstract:weft-cli-test-{}", getpid());
-  const auto serve = Start({"serve", "any", "--skip-tokenizer-init", "--listen=" + address, "-tp",
-                            "4", "-dcp", "2", "--block-size=128", "--served-model-name=tiny"});
+  const auto serve =
+      Start({"serve", "any", "--skip-tokenizer-init", "--listen=" + address, "--metrics-port=0",
+             "-tp", "4", "-dcp", "2", "--block-size=128", "--served-model-name=tiny"});
   serve->WaitForErr("tiny is ready on 4 ranks");
 
   const auto status = Start({"status", "--address=" + address, "--format=json"});
@@ -270,6 +283,83 @@ TEST_F(CliTest, ServeFinishesWhatIsInFlight) {
   EXPECT_EQ(generate->Wait(), 0) << generate->Out() << generate->Err();
   EXPECT_EQ(Json::parse(Lines(generate->Out())[1])["token_ids"].size(), 100U);
   EXPECT_EQ(serve->Wait(), 0) << serve->Err();
+}
+
+TEST_F(CliTest, AModelDirectoryThatIsNotThereIsNamed) {
+  const std::string file = WriteFile("file", "");
+  for (const auto& [model, message] :
+       {std::pair<std::string, std::string>{"/no/such/model",
+                                            "/no/such/model: there is no such directory"},
+        {file, file + ": is a file; the directory of the model is wanted"}}) {
+    const auto program = Start({"generate", "--model=" + model, "--prompt=x"});
+    EXPECT_EQ(program->Wait(), kExitConfigError);
+    EXPECT_EQ(Lines(program->Err()).size(), 1U) << program->Err();
+    EXPECT_THAT(program->Err(), HasSubstr(message));
+  }
+}
+
+TEST_F(CliTest, OutputThatCannotBeWrittenIsAnError) {
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"generate", "--model=any", "--skip-tokenizer-init",
+                                 "--prompt-token-ids=5", "--format=json"},
+        {"generate", "--help"},
+        {"--version"}}) {
+    const auto program = Start(arguments, "/dev/full");
+    EXPECT_EQ(program->Wait(), 1);
+    EXPECT_THAT(program->Err(), HasSubstr("weft: standard output: "));
+  }
+}
+
+TEST_F(CliTest, ALowLimitOfOpenFilesIsOneLine) {
+  for (const int limit : {20, 63, 100}) {  // too low for a client, twice, and for a router
+    const std::string command = fmt::format(
+        "ulimit -n {}; exec {} generate --model={} --prompt-token-ids=5 --skip-tokenizer-init",
+        limit, (dir_.path() / "weft").string(), dir_.path().string());
+    Program program({"/bin/sh", "-c", command}, dir_.path() / "limited", "");
+    EXPECT_EQ(program.Wait(), kExitConfigError);
+    EXPECT_EQ(Lines(program.Err()).size(), 1U) << program.Err();
+    EXPECT_THAT(program.Err(),
+                HasSubstr(fmt::format("the limit of open files is {}; at least", limit)));
+  }
+}
+
+TEST_F(CliTest, LibrariesDoNotWriteToStandardError) {
+  const auto program = Generate({"--prompt=\xff", "--format=json"});
+  EXPECT_EQ(program->Wait(), 1);
+  EXPECT_THAT(program->Out(), HasSubstr("INVALID_ARGUMENT"));
+  EXPECT_THAT(program->Err(), Not(HasSubstr("libprotobuf")));
+}
+
+TEST_F(CliTest, BenchPrintsTheTableOfWhatItMeasured) {
+  const std::vector<std::string> load = {
+      "bench",          "--model=any",          "--skip-tokenizer-init", "--num-prompts=6",
+      "--seed=3",       "--random-input-len=8", "--random-output-len=5", "--max-concurrency=3",
+      "--num-warmups=0"};
+  const auto table = Start(load);
+  ASSERT_EQ(table->Wait(), 0) << table->Err();
+  for (const char* line : {"============ Serving Benchmark Result ============",
+                           "Successful requests:                     6 ",
+                           "Failed requests:                         0 ",
+                           "Maximum request concurrency:             3 ",
+                           "Total input tokens:                      48 ",
+                           "Total generated tokens:                  30 ", "P99 ITL (ms):"}) {
+    EXPECT_THAT(table->Out(), HasSubstr(line));
+  }
+  // Open loop, from a file, with one that fails: the answer to token 1.
+  const std::string prompts = WriteFile("p.jsonl",
+                                        "{\"prompt_token_ids\": [10], \"max_tokens\": 4}\n"
+                                        "{\"prompt_token_ids\": [1], \"max_tokens\": 4}\n");
+  const auto json = Start({"bench", "--model=any", "--skip-tokenizer-init", "--num-prompts=6",
+                           "--prompts-file=" + prompts, "--request-rate=100", "--format=json"});
+  EXPECT_EQ(json->Wait(), 1);
+  EXPECT_THAT(json->Err(), HasSubstr("3 of 6 requests failed; the first: full"));
+  const Json result = Json::parse(json->Out());
+  EXPECT_EQ(result["completed"], 3);
+  EXPECT_EQ(result["failed"], 3);
+  EXPECT_EQ(result["total_input_tokens"], 3);
+  EXPECT_EQ(result["total_output_tokens"], 12);
+  EXPECT_EQ(result["request_rate"], 100);
+  EXPECT_GT(result["p99_e2el_ms"], result["mean_ttft_ms"]);
 }
 
 TEST_F(CliTest, ClientsSayWhenNobodyListens) {

@@ -12,6 +12,7 @@
 #include "absl/time/clock.h"
 #include "server/exit_codes.h"
 #include "server/group_flags.h"
+#include "server/metrics_server.h"
 #include "server/options.h"
 #include "server/signals.h"
 #include "server/supervisor_link.h"
@@ -46,8 +47,10 @@ int Main(int argc, char** argv) {
   std::string listen;
   std::int32_t local_ranks = 0;
   std::int32_t max_failed_starts = 0;
+  MetricsFlags metrics;
   OptionParser parser("fake-leader", "For tests.");
   flags.AddTo(parser);
+  metrics.AddTo(parser, "ignored");
   parser.Add("--listen", &listen, "Where");
   parser.Add("--local-ranks", &local_ranks, "Ignored");
   parser.Add("--max-failed-starts", &max_failed_starts, "Ignored");

@@ -54,6 +54,7 @@ TEST(PromptsFileTest, AMalformedLineIsNamed) {
       {"{\"prompt\": \"\xff\"}", "not a JSON object"},
       {"{\"max_tokens\": 1}", "exactly one of"},
       {"{\"prompt\": \"x\", \"prompt_token_ids\": [1]}", "exactly one of"},
+      {"{\"prompt\": \"x\", \"seed\": 1, \"seed\": 1}", "`seed` is there twice"},
       {"{\"prompt\": 5}", "`prompt` is 5; a string"},
       {"{\"prompt_token_ids\": \"1,2\"}", "a list of token ids"},
       {"{\"prompt_token_ids\": [1, 2.5]}", "a list of token ids"},

@@ -82,8 +82,8 @@ class Cluster:
 
     def __init__(self, model, *flags, wait=True, timeout=60):
         self.process = subprocess.Popen(
-            [BIN / "weft", "serve", str(model), "--host=127.0.0.1", "--port=0", *map(str, flags)],
-            env=ENV, stderr=subprocess.PIPE, text=True)
+            [BIN / "weft", "serve", str(model), "--host=127.0.0.1", "--port=0", "--metrics-port=0",
+             *map(str, flags)], env=ENV, stderr=subprocess.PIPE, text=True)
         self.log = []
         self._lines = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)

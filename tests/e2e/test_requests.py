@@ -139,7 +139,7 @@ def test_what_cannot_be_is_refused_at_start_in_one_line(flags, mention):
 
 def test_a_rank_that_does_not_fit_its_group_is_told_why():
     address = f"unix-abstract:weft-test-join-{os.getpid()}"
-    flags = ["--model", golden_dir(MODEL), "-tp", "2", "-dcp", "2", "--local-ranks=2"]
+    flags = ["--model", golden_dir(MODEL), "-tp", "2", "-dcp", "2", "--local-ranks=2", "--metrics-port=0"]
     ranks = [subprocess.Popen([BIN / "weft-worker", *map(str, flags), *own], env=ENV, stderr=subprocess.PIPE, text=True)
              for own in (["--rank=0", "--listen", address],
                          ["--rank=1", "--leader-address", address, "--kv-cache-dtype=float16"])]
@@ -156,15 +156,15 @@ def test_a_rank_that_does_not_fit_its_group_is_told_why():
 def test_a_rank_does_not_wait_forever_for_a_leader():
     follower = subprocess.run(
         [BIN / "weft-worker", "--model", golden_dir(MODEL), "-tp", "2", "--rank=1", "--join-timeout=100ms",
-         "--leader-address=unix-abstract:weft-test-nobody"], env=ENV, capture_output=True, text=True, timeout=60)
+         "--metrics-port=0", "--leader-address=unix-abstract:weft-test-nobody"], env=ENV, capture_output=True, text=True, timeout=60)
     assert follower.returncode == 70
     assert "no leader listens at unix-abstract:weft-test-nobody" in follower.stderr
 
 
 def test_a_port_in_use_is_a_start_up_error(cluster):
     port = cluster.address.rpartition(":")[2]
-    out = subprocess.run([BIN / "weft", "serve", golden_dir(MODEL), "--host=127.0.0.1", "--port", port],
-                         env=ENV, capture_output=True, text=True, timeout=30)
+    out = subprocess.run([BIN / "weft", "serve", golden_dir(MODEL), "--host=127.0.0.1", "--port", port,
+                          "--metrics-port=0"], env=ENV, capture_output=True, text=True, timeout=30)
     assert out.returncode != 0 and port in out.stderr
 
 

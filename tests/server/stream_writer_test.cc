@@ -66,6 +66,32 @@ class StreamWriterTest : public ::testing::Test {
   int cancels_ = 0;
 };
 
+TEST_F(StreamWriterTest, ATotalFollowsWhatWaitsInAllStreams) {
+  std::atomic<std::int64_t> total = 0;
+  const auto options = [&total] {
+    return StreamWriterOptions<std::string>{
+        .size_bytes = SizeOf, .merge = Append, .total_buffered_bytes = &total};
+  };
+  ManualSink sinks[3];
+  StreamWriter<std::string> drained(sinks[0], options());
+  StreamWriter<std::string> cancelled(sinks[1], options());
+  std::optional<StreamWriter<std::string>> dropped(std::in_place, sinks[2], options());
+  for (StreamWriter<std::string>* writer : {&drained, &cancelled, &*dropped}) {
+    writer->Write("in flight");
+    writer->Write("four");
+    writer->Write("more");    // merged
+    writer->Write("|other");  // not
+  }
+  EXPECT_EQ(total, 3 * 14);
+  sinks[0].writing = false;
+  drained.OnWriteDone(true);
+  EXPECT_EQ(total, 2 * 14 + 6);
+  cancelled.OnCancel();
+  EXPECT_EQ(total, 14 + 6);
+  dropped.reset();
+  EXPECT_EQ(total, 6);
+}
+
 TEST_F(StreamWriterTest, WritesOneAtATimeInOrderAndFinishesLast) {
   StreamWriter<std::string>& writer = Make();
   EXPECT_TRUE(writer.Write("a"));

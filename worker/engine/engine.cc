@@ -60,6 +60,7 @@ class EngineImpl final : public Engine {
     return num_in_flight_ == 0 && (!requests_.empty() || !events_.empty());
   }
   EngineStats Stats() const override;
+  void GetKvLengths(std::vector<std::int64_t>& lengths) const override;
 
  private:
   // What rows of a sequence will bring. It may be gone when that arrives.
@@ -142,6 +143,9 @@ const StepPlan* EngineImpl::Step(absl::Time now, std::optional<StepResult> resul
   plan_.step = last_step_ + 1;
   planned_.clear();
   scheduler_.Plan(plan_, planned_);
+  for (Sequence* sequence : scheduler_.running()) {
+    sequence->admitted = std::min(sequence->admitted, now);
+  }
   if (plan_.sequences.empty()) return nullptr;
 
   last_step_ = plan_.step;
@@ -251,6 +255,7 @@ void EngineImpl::RemoveCancelledAndExpired(absl::Time now) {
 
 void EngineImpl::Finish(Sequence& sequence, TokenEvent event) {
   const RequestId id = sequence.id;
+  event.admitted = sequence.admitted;
   events_.push_back(std::move(event));
   scheduler_.Remove(sequence);
   deadlines_.erase({sequence.deadline, id});
@@ -273,6 +278,11 @@ EngineStats EngineImpl::Stats() const {
   stats.generation_tokens = generation_tokens_;
   stats.steps = last_step_;
   return stats;
+}
+
+void EngineImpl::GetKvLengths(std::vector<std::int64_t>& lengths) const {
+  lengths.clear();
+  for (const Sequence* sequence : scheduler_.running()) lengths.push_back(sequence->num_computed);
 }
 
 }  // namespace

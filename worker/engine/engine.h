@@ -69,6 +69,8 @@ struct TokenEvent {
   FinishReason finish = FinishReason::kNone;
   absl::Status error;  // set with kError
   std::int32_t num_preemptions = 0;
+  // With a finish: the Step() that planned its first rows; InfiniteFuture if there was none.
+  absl::Time admitted = absl::InfiniteFuture();
 };
 
 // Results of one step: the tokens of its sampled rows, in the order of the plan. A request that got
@@ -145,6 +147,8 @@ class Engine {
   // requests (Step() then plans or ends some) or events that nobody took.
   virtual bool HasWork() const = 0;
   virtual EngineStats Stats() const = 0;
+  // Sets `lengths` to the number of positions with KV of each running sequence, in no order.
+  virtual void GetKvLengths(std::vector<std::int64_t>& lengths) const = 0;
 };
 
 }  // namespace weft

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/container/btree_set.h"
+#include "absl/types/span.h"
 #include "worker/engine/block_manager.h"
 #include "worker/engine/engine.h"
 #include "worker/engine/sequence.h"
@@ -39,6 +40,7 @@ class Scheduler {
   void Plan(StepPlan& plan, std::vector<PlannedResults>& results);
 
   std::int32_t num_waiting() const { return static_cast<std::int32_t>(waiting_.size()); }
+  absl::Span<Sequence* const> running() const { return running_; }
   // Sets what the scheduler knows of it.
   void FillStats(EngineStats& stats) const;
 

@@ -39,6 +39,7 @@ struct Sequence {
   SamplingParams sampling;
   std::shared_ptr<const LogitsParams> logits;  // may be null
   absl::Time deadline;
+  absl::Time admitted = absl::InfiniteFuture();  // for the first time
   std::int32_t num_preemptions = 0;
 
   // Tokens it has or is about to get from the step in flight.

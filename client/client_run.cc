@@ -1,0 +1,118 @@
+#include "client/client_run.h"
+
+#include <thread>
+#include <utility>
+
+#include "client/local_cluster.h"
+#include "client/server_info.h"
+#include "fmt/format.h"
+#include "grpcpp/channel.h"
+#include "server/base/status_macros.h"
+#include "server/file_limit.h"
+#include "server/grpc_server.h"
+#include "server/signals.h"
+#include "server/supervisor.h"
+
+namespace weft {
+namespace {
+
+void PrintLayout(const std::string& address) {
+  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
+  const auto info = FetchServerInfo(*stub, absl::Seconds(5));
+  if (!info.ok() || info->groups().empty()) return;
+  fmt::print(stderr, "{}: {}\n", info->groups(0).model(), DescribeLayout(info->groups(0)));
+}
+
+// The arguments of a router that serves this command only.
+std::vector<std::string> RouterArguments(const ServerFlags& server, const GroupFlags& group) {
+  std::vector<std::string> arguments = {
+      "--listen=" + UniqueSocketAddress("router"),
+      "--model=" + group.model,
+      "--log-level=" + group.log_level,
+      "--queue-timeout=inf",  // an unready group says so by itself
+      "--drain-timeout=0s",   // whoever stops us does not wait for the rest
+      "--metrics-port=-1",
+  };
+  if (!group.served_model_name.empty()) {
+    arguments.push_back("--served-model-name=" + group.served_model_name);
+  }
+  if (server.skip_tokenizer_init) arguments.push_back("--skip-tokenizer-init");
+  return arguments;
+}
+
+int RunWithOwnServer(const ServerFlags& server, const GroupFlags& group,
+                     std::vector<std::string> worker_arguments, const ClientFunction& client) {
+  // Only with processes to stop: a mere client dies of its signals.
+  TerminationSignals signals;
+  Supervisor supervisor({.stall_timeout = group.stall_timeout, .max_failed_starts = 1});
+  std::atomic<bool> cancelled = false;
+  std::atomic<int> signal = 0;
+  std::thread signal_waiter([&] {
+    signal = signals.Wait();
+    cancelled = true;
+    supervisor.RequestStop();
+  });
+
+  int client_code = 0;
+  std::thread client_thread;
+  worker_arguments.push_back("--log-level=" + group.log_level);
+  worker_arguments.push_back("--max-failed-starts=3");
+  worker_arguments.push_back("--metrics-port=-1");
+  LocalCluster cluster = {.tensor_parallel_size = group.tensor_parallel_size,
+                          .worker_arguments = std::move(worker_arguments),
+                          .router_arguments = RouterArguments(server, group)};
+  cluster.on_ready = [&](const std::string& address) {
+    if (client_thread.joinable()) return;  // the router was restarted; its requests have failed
+    client_thread = std::thread([&, address] {
+      PrintLayout(address);
+      client_code = client(address, cancelled);
+      supervisor.RequestStop();
+    });
+  };
+  cluster.AddTo(supervisor);
+  const int supervisor_code = supervisor.Run();
+
+  cancelled = true;
+  if (client_thread.joinable()) client_thread.join();
+  signals.Wake();
+  signal_waiter.join();
+  if (signal != 0) return 128 + signal;  // as a shell says it
+  return supervisor_code != 0 ? supervisor_code : client_code;
+}
+
+}  // namespace
+
+void ServerFlags::AddTo(OptionParser& parser) {
+  parser.Group("Where");
+  parser.Add("--address", &address,
+             "A running router, HOST:PORT; without it, processes are started for this call");
+  parser.Add("--skip-tokenizer-init", &skip_tokenizer_init,
+             "No tokenizer: prompts are token ids, and no text comes back");
+}
+
+absl::Status CheckServerFlags(const ServerFlags& server, const GroupFlags& group,
+                              const OptionParser& parser) {
+  if (!server.address) {
+    RETURN_IF_ERROR(group.Check());
+    return RaiseFileLimit(kMinServerFiles);
+  }
+  std::vector<std::string> arguments = GroupFlags::Arguments(parser);
+  arguments.push_back("--skip-tokenizer-init");
+  for (const std::string& argument : arguments) {
+    const std::string name = argument.substr(0, argument.find('='));
+    if (name == "--served-model-name" || name == "--log-level") continue;
+    if (!parser.GivenAsFlag(name)) continue;  // from the environment or a file, for other commands
+    return absl::InvalidArgumentError(
+        fmt::format("{} is for processes of our own; the server at --address {} has its own", name,
+                    *server.address));
+  }
+  return absl::OkStatus();
+}
+
+int RunClient(const ServerFlags& server, const GroupFlags& group, const OptionParser& parser,
+              const ClientFunction& client) {
+  if (server.address) return client(*server.address, /*cancelled=*/false);
+  return RunWithOwnServer(server, group, GroupFlags::Arguments(parser), client);
+}
+
+}  // namespace weft

@@ -1,0 +1,74 @@
+#include "router/router_metrics.h"
+
+#include <string>
+
+#include "server/error_reason.h"
+
+namespace weft {
+namespace {
+
+std::string FinishName(v1::FinishReason reason) {
+  switch (reason) {
+    case v1::FINISH_REASON_STOP:
+      return "stop";
+    case v1::FINISH_REASON_LENGTH:
+      return "length";
+    case v1::FINISH_REASON_ABORTED:
+      return "abort";
+    default:
+      return "none";
+  }
+}
+
+// Whether nobody took the request, as opposed to somebody who then lost it or was told to stop.
+bool IsReject(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+    case absl::StatusCode::kCancelled:
+    case absl::StatusCode::kDeadlineExceeded:
+    case absl::StatusCode::kInternal:
+    case absl::StatusCode::kUnknown:
+      return false;
+    default:
+      return ReasonOf(status) != kReasonRankLost;
+  }
+}
+
+}  // namespace
+
+RouterMetrics::RouterMetrics(MetricRegistry& registry)
+    : registry_(registry), retries_(registry.Get(metrics::kRouterRetries)) {}
+
+void RouterMetrics::OnEnd(const absl::Status& status, v1::FinishReason finish_reason, bool sent) {
+  in_flight_.fetch_sub(1, std::memory_order_relaxed);
+  const std::string outcome = absl::StatusCodeToString(status.code());
+  std::string reason = status.ok() ? FinishName(finish_reason) : ReasonOf(status);
+  if (!sent && IsReject(status)) {
+    registry_.Get(metrics::kRouterRejects, {{"reason", reason.empty() ? outcome : reason}})
+        .Increment();
+  }
+  if (reason.empty()) reason = "none";
+  registry_.Get(metrics::kRouterRequests, {{"outcome", outcome}, {"reason", reason}}).Increment();
+}
+
+std::unique_ptr<MetricRegistry::Reader> RouterMetrics::Read(const Cluster& cluster,
+                                                            const TextPool& text_pool) {
+  return registry_.AddReader([this, &cluster, &text_pool](MetricReadings& readings) {
+    const auto set = [&](const auto& spec, auto value, const MetricLabels& labels = {}) {
+      readings.Set(spec, static_cast<double>(value), labels);
+    };
+    set(metrics::kRouterRequestsInFlight, in_flight_.load(std::memory_order_relaxed));
+    set(metrics::kStreamBufferBytes, stream_buffer_bytes_.load(std::memory_order_relaxed));
+    set(metrics::kRouterQueuedRequests, text_pool.num_waiting(), {{"stage", "tokenize"}});
+    set(metrics::kRouterQueuedRequests, cluster.num_waiting(), {{"stage", "place"}});
+    int ready = 0;
+    for (const std::shared_ptr<GroupLink>& link : cluster.links()) {
+      ready += link->Snapshot()->ready ? 1 : 0;
+      set(metrics::kRouterPlacements, link->num_placements(), {{"group", link->address()}});
+    }
+    set(metrics::kRouterGroups, cluster.links().size());
+    set(metrics::kRouterGroupsReady, ready);
+  });
+}
+
+}  // namespace weft

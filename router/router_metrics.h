@@ -1,0 +1,43 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "router/cluster.h"
+#include "router/text_pool.h"
+#include "server/metrics.h"
+#include "weft/v1/inference.pb.h"
+
+namespace weft {
+
+// What the router counts as it happens. Thread-safe.
+class RouterMetrics {
+ public:
+  // The registry outlives it.
+  explicit RouterMetrics(MetricRegistry& registry);
+
+  // A Generate call has come.
+  void OnRequest() { in_flight_.fetch_add(1, std::memory_order_relaxed); }
+  // It has ended with `status` and, if its stream said so, `finish_reason`; `sent` is whether its
+  // stream had a message.
+  void OnEnd(const absl::Status& status, v1::FinishReason finish_reason, bool sent);
+  // It is placed again.
+  void OnRetry() { retries_.Increment(); }
+
+  // For StreamWriterOptions.
+  std::atomic<std::int64_t>* stream_buffer_bytes() { return &stream_buffer_bytes_; }
+
+  // What a scrape reads: the above and what waits in `cluster` and `text_pool`. All outlive the
+  // result.
+  std::unique_ptr<MetricRegistry::Reader> Read(const Cluster& cluster, const TextPool& text_pool);
+
+ private:
+  MetricRegistry& registry_;
+  prometheus::Counter& retries_;
+  std::atomic<std::int64_t> in_flight_{0};
+  std::atomic<std::int64_t> stream_buffer_bytes_{0};
+};
+
+}  // namespace weft

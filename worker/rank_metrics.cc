@@ -1,0 +1,64 @@
+#include "worker/rank_metrics.h"
+
+#include <string>
+#include <utility>
+
+namespace weft {
+
+std::unique_ptr<MetricRegistry::Reader> ReadRank(MetricRegistry& registry, const Rank& rank,
+                                                 const Progress& progress, std::int32_t rank_index,
+                                                 std::int64_t weight_bytes) {
+  const std::string index = std::to_string(rank_index);
+  return registry.AddReader([&rank, &progress, index, weight_bytes](MetricReadings& readings) {
+    const auto set = [&](const auto& spec, auto value) {
+      readings.Set(spec, static_cast<double>(value), {{"rank", index}});
+    };
+    const RankCounters counters = rank.counters();
+    set(metrics::kRankStepId, progress.steps());
+    set(metrics::kRankLastProgress,
+        absl::ToDoubleSeconds(progress.last_progress() - absl::UnixEpoch()));
+    set(metrics::kRankCollectiveWait, absl::ToDoubleSeconds(counters.collective_wait));
+    set(metrics::kRankCollectiveReceivedBytes, counters.collective_received_bytes);
+    set(metrics::kRankFabricSentBytes, counters.fabric.sent_bytes);
+    set(metrics::kRankFabricReceivedBytes, counters.fabric.received_bytes);
+    for (const auto& [kind, bytes] : {std::pair{"weights", weight_bytes},
+                                      {"kv", rank.kv_bytes()},
+                                      {"workspace", rank.workspace_bytes()}}) {
+      readings.Set(metrics::kRankMemory, static_cast<double>(bytes),
+                   {{"rank", index}, {"kind", kind}});
+    }
+  });
+}
+
+std::unique_ptr<MetricRegistry::Reader> ReadLeader(
+    MetricRegistry& registry, const Leader& leader, const ShardLayout& layout,
+    std::function<std::int64_t()> stream_buffer_bytes) {
+  return registry.AddReader(
+      [&leader, &layout,
+       stream_buffer_bytes = std::move(stream_buffer_bytes)](MetricReadings& readings) {
+        const auto set = [&](const auto& spec, auto value) {
+          readings.Set(spec, static_cast<double>(value));
+        };
+        const EngineStats stats = leader.Stats();
+        set(metrics::kNumRequestsRunning, stats.num_running);
+        set(metrics::kNumRequestsWaiting, stats.num_waiting);
+        set(metrics::kKvCacheUsageRatio,
+            1 - static_cast<double>(stats.num_free_blocks) / stats.num_blocks);
+        set(metrics::kNumPreemptions, stats.num_preemptions);
+        set(metrics::kPromptTokens, stats.prompt_tokens);
+        set(metrics::kGenerationTokens, stats.generation_tokens);
+        set(metrics::kStreamBufferBytes, stream_buffer_bytes());
+
+        const std::vector<std::int64_t> lengths = leader.KvLengths();
+        for (std::int32_t rank = 0; rank < layout.tensor_parallel_size(); ++rank) {
+          std::int64_t tokens = 0;
+          for (const std::int64_t length : lengths) {
+            tokens += layout.LocalLength(length, rank % layout.decode_context_parallel_size());
+          }
+          readings.Set(metrics::kRankKvTokens, static_cast<double>(tokens),
+                       {{"rank", std::to_string(rank)}});
+        }
+      });
+}
+
+}  // namespace weft
