@@ -24,7 +24,7 @@ Cluster::Cluster(ClusterOptions options) : options_(std::move(options)) {
     snapshot.groups.push_back(links_.back()->Snapshot());
   }
   snapshot_ = std::make_shared<const ClusterSnapshot>(std::move(snapshot));
-  ticker_ = std::thread([this] { RunTicker(); });
+  if (options_.ticks_itself) ticker_ = std::thread([this] { RunTicker(); });
 }
 
 Cluster::~Cluster() {
@@ -33,7 +33,7 @@ Cluster::~Cluster() {
     stopping_ = true;
     wake_ticker_.NotifyAll();
   }
-  ticker_.join();
+  if (ticker_.joinable()) ticker_.join();
   FailOverdue(Clock::time_point::max());
   for (const auto& link : links_) link->Shutdown();
 }
@@ -53,7 +53,7 @@ void Cluster::Place(WaitId id, std::int64_t prompt_tokens, PlaceHandler done) {
     if (absl::IsUnavailable(result.status()) && !stopping_) {
       if (static_cast<std::int64_t>(waiting_.size()) < options_.max_waiting) {
         waiting_.push_back(
-            {id, prompt_tokens, Clock::now() + options_.queue_timeout, std::move(done)});
+            {id, prompt_tokens, options_.link.now() + options_.queue_timeout, std::move(done)});
         return;
       }
       result =
@@ -94,11 +94,15 @@ void Cluster::OnChange(std::size_t index) {
   for (Outcome& outcome : outcomes) outcome.done(std::move(outcome.result));
 }
 
+void Cluster::Tick(Clock::time_point now) {
+  for (const auto& link : links_) link->Tick(now);
+  FailOverdue(now);
+}
+
 void Cluster::RunTicker() {
   while (true) {
-    const Clock::time_point now = Clock::now();
-    for (const auto& link : links_) link->Tick(now);
-    FailOverdue(now);
+    const Clock::time_point now = options_.link.now();
+    Tick(now);
     MutexLock lock(mutex_);
     if (!stopping_) wake_ticker_.WaitUntil(mutex_, now + kTick);
     if (stopping_) return;

@@ -25,11 +25,13 @@ struct ClusterOptions {
   // Requests that may wait for a group to become ready, and for how long.
   std::int64_t max_waiting = 1024;
   std::chrono::milliseconds queue_timeout{30000};
+  // Without a thread of its own somebody calls Tick().
+  bool ticks_itself = true;
 };
 
 // The groups behind this router, and the requests that wait for one of them.
 //
-// Thread-safe. A thread of its own opens connections and notices silence and timeouts.
+// Thread-safe. Tick(), on a thread of its own, opens connections and notices silence and timeouts.
 class Cluster {
  public:
   using Clock = std::chrono::steady_clock;
@@ -50,6 +52,9 @@ class Cluster {
     MutexLock lock(mutex_);
     return static_cast<std::int64_t>(waiting_.size());
   }
+
+  // Every 50 ms or so, by one thread.
+  void Tick(Clock::time_point now);
 
   // A name for one Place(), so that it can be cancelled while it is still on its way into the
   // queue.

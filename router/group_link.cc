@@ -5,50 +5,17 @@
 #include <vector>
 
 #include "fmt/format.h"
-#include "grpcpp/grpcpp.h"
 #include "server/base/check.h"
 #include "server/base/log.h"
-#include "server/grpc_status.h"
 
 namespace weft {
-
-// One WatchState stream. Deletes itself when gRPC is done with it.
-class GroupLink::Watch : public grpc::ClientReadReactor<v1::GroupState> {
- public:
-  explicit Watch(GroupLink& link) : link_(link) {}
-
-  void Start() {
-    link_.stub_->async()->WatchState(&context_, &request_, this);
-    StartRead(&state_);
-    StartCall();
-  }
-  void Cancel() { context_.TryCancel(); }
-
-  void OnReadDone(bool ok) override {
-    if (!ok) return;
-    link_.OnState(std::move(state_));
-    state_.Clear();
-    StartRead(&state_);
-  }
-  void OnDone(const grpc::Status& status) override {
-    link_.OnWatchEnd(status.ok() ? absl::UnavailableError("the leader closed its state stream")
-                                 : FromGrpcStatus(status));
-    delete this;
-  }
-
- private:
-  GroupLink& link_;
-  grpc::ClientContext context_;
-  v1::WatchStateRequest request_;
-  v1::GroupState state_;
-};
 
 GroupLink::GroupLink(std::string address, const GroupLinkOptions& options,
                      std::function<void()> on_change)
     : address_(std::move(address)),
       options_(options),
       on_change_(std::move(on_change)),
-      stub_(v1::Worker::NewStub(NewGrpcChannel(address_, options.transport))),
+      client_(options.connect(address_)),
       backoff_(options.min_backoff) {
   GroupSnapshot first;
   first.state = "connecting";
@@ -59,12 +26,12 @@ GroupLink::GroupLink(std::string address, const GroupLinkOptions& options,
 GroupLink::~GroupLink() { CHECK(shut_down_ && watch_ == nullptr); }
 
 void GroupLink::Tick(Clock::time_point now) {
-  Watch* fresh = nullptr;
+  std::shared_ptr<LeaderClient::Stream> fresh;
   {
     MutexLock lock(mutex_);
     if (shut_down_) return;
     if (watch_ == nullptr && now >= next_watch_) {
-      fresh = watch_ = new Watch(*this);
+      fresh = watch_ = client_->WatchState(*this);
       silent_ = false;
       last_heard_ = now;
     } else if (watch_ != nullptr && !silent_ && now - last_heard_ > options_.heartbeat_timeout) {
@@ -141,7 +108,7 @@ void GroupLink::OnState(v1::GroupState state) {
   {
     MutexLock lock(mutex_);
     if (shut_down_) return;
-    last_heard_ = Clock::now();
+    last_heard_ = options_.now();
     backoff_ = options_.min_backoff;
     GroupSnapshot next;
     next.epoch = snapshot_->epoch;
@@ -166,10 +133,12 @@ void GroupLink::OnWatchEnd(const absl::Status& status) {
     MutexLock lock(mutex_);
     silent = silent_;
   }
+  const std::string why =
+      status.ok() ? "the leader closed its state stream" : std::string(status.message());
   Lose(silent ? fmt::format("unreachable: silent for {} ms", options_.heartbeat_timeout.count())
-              : fmt::format("unreachable: {}", std::string(status.message())));
+              : fmt::format("unreachable: {}", why));
   MutexLock lock(mutex_);
-  next_watch_ = Clock::now() + backoff_;
+  next_watch_ = options_.now() + backoff_;
   backoff_ = std::min(backoff_ * 2, options_.max_backoff);
   watch_ = nullptr;
   idle_.NotifyAll();

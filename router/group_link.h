@@ -11,9 +11,8 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "router/cluster_snapshot.h"
+#include "router/leader_client.h"
 #include "server/base/mutex.h"
-#include "server/grpc_server.h"
-#include "weft/v1/worker.grpc.pb.h"
 
 namespace weft {
 
@@ -22,21 +21,23 @@ struct GroupLinkOptions {
   std::chrono::milliseconds heartbeat_timeout{3000};
   std::chrono::milliseconds min_backoff{100};
   std::chrono::milliseconds max_backoff{1000};
-  GrpcTransportOptions transport;
+  // How leaders are reached; required.
+  std::function<std::unique_ptr<LeaderClient>(const std::string& address)> connect;
+  std::function<std::chrono::steady_clock::time_point()> now = std::chrono::steady_clock::now;
 };
 
-// The router's end of one group: the channel to its leader, the WatchState stream that is opened
+// The router's end of one group: the wire to its leader, the WatchState stream that is opened
 // again whenever it ends, and the calls that are under way there.
 //
-// Thread-safe. `on_change` and the handlers of calls run on gRPC's threads or in Tick(), with no
-// lock of this class held.
-class GroupLink {
+// Thread-safe. `on_change` and the handlers of calls run on the wire's threads or in Tick(), with
+// no lock of this class held.
+class GroupLink final : private LeaderClient::WatchHandler {
  public:
   using Clock = std::chrono::steady_clock;
 
   // `on_change` runs after every change of Snapshot().
   GroupLink(std::string address, const GroupLinkOptions& options, std::function<void()> on_change);
-  ~GroupLink();
+  ~GroupLink() override;
   GroupLink(const GroupLink&) = delete;
   GroupLink& operator=(const GroupLink&) = delete;
 
@@ -54,7 +55,7 @@ class GroupLink {
   std::int64_t in_flight() const;
   // GroupLeases there have ever been.
   std::uint64_t num_placements() const;
-  v1::Worker::Stub& stub() { return *stub_; }
+  LeaderClient& client() { return *client_; }
 
   // Registers a call of the group's incarnation `epoch`; `on_lost` runs if the group is lost
   // before RemoveCall(). Nothing when that incarnation is gone already.
@@ -66,13 +67,12 @@ class GroupLink {
   void ReportNotReady(std::uint64_t epoch);
 
  private:
-  class Watch;
   friend class GroupLease;
 
   void Enter();
   void Leave();
-  void OnState(v1::GroupState state);
-  void OnWatchEnd(const absl::Status& status);
+  void OnState(v1::GroupState state) override;
+  void OnWatchEnd(const absl::Status& status) override;
   // Ends all calls with the group; `why` becomes the state shown to people.
   void Lose(std::string why);
   void Publish(GroupSnapshot snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -80,13 +80,13 @@ class GroupLink {
   const std::string address_;
   const GroupLinkOptions options_;
   const std::function<void()> on_change_;
-  const std::unique_ptr<v1::Worker::Stub> stub_;
+  const std::unique_ptr<LeaderClient> client_;
 
   mutable Mutex mutex_;
   CondVar idle_;  // watch_ has ended, or the last lease was returned
   bool shut_down_ ABSL_GUARDED_BY(mutex_) = false;
-  Watch* watch_ ABSL_GUARDED_BY(mutex_) = nullptr;  // deletes itself after OnWatchEnd()
-  bool silent_ ABSL_GUARDED_BY(mutex_) = false;     // watch_ was cancelled for its silence
+  std::shared_ptr<LeaderClient::Stream> watch_ ABSL_GUARDED_BY(mutex_);  // until OnWatchEnd()
+  bool silent_ ABSL_GUARDED_BY(mutex_) = false;  // watch_ was cancelled for its silence
   Clock::time_point last_heard_ ABSL_GUARDED_BY(mutex_);
   Clock::time_point next_watch_ ABSL_GUARDED_BY(mutex_);
   std::chrono::milliseconds backoff_ ABSL_GUARDED_BY(mutex_);

@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "fmt/format.h"
 #include "router/cluster.h"
+#include "router/grpc_leader_client.h"
 #include "router/request_registry.h"
 #include "router/router_metrics.h"
 #include "router/router_service.h"
@@ -96,7 +97,10 @@ ClusterOptions ClusterOptionsOf(const Flags& flags) {
           .link = {.heartbeat_timeout = ToChrono(flags.heartbeat_timeout),
                    .min_backoff = ToChrono(flags.min_reconnect_backoff),
                    .max_backoff = ToChrono(flags.max_reconnect_backoff),
-                   .transport = TransportOf(flags)},
+                   .connect =
+                       [transport = TransportOf(flags)](const std::string& address) {
+                         return NewGrpcLeaderClient(address, transport);
+                       }},
           .max_waiting = flags.max_queued_requests,
           .queue_timeout = ToChrono(flags.queue_timeout)};
 }

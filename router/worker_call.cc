@@ -5,7 +5,6 @@
 
 #include "fmt/format.h"
 #include "server/error_reason.h"
-#include "server/grpc_status.h"
 
 namespace weft {
 namespace {
@@ -36,7 +35,7 @@ void WorkerCall::Start(std::chrono::system_clock::time_point deadline) {
   GroupLink& link = lease_.link();
   call_id_ = link.AddCall(lease_.snapshot().epoch, [self = self_] {
     self->group_lost_ = true;
-    self->context_.TryCancel();
+    self->CancelStream();
   });
   if (!call_id_) {
     End(WithReason(absl::UnavailableError(fmt::format("group {} was lost before it had the request",
@@ -44,21 +43,37 @@ void WorkerCall::Start(std::chrono::system_clock::time_point deadline) {
                    kReasonNotReady));
     return;
   }
-  context_.set_deadline(deadline);
-  link.stub().async()->Generate(&context_, &request_, this);
-  StartRead(&response_);
-  StartCall();
+  const std::shared_ptr<LeaderClient::Stream> stream =
+      link.client().Generate(request_, deadline, *this);
+  {
+    MutexLock lock(mutex_);
+    stream_ = stream;
+  }
+  // Who cancelled before found no stream.
+  if (cancelled_ || group_lost_) stream->Cancel();
+  stream->Start();
 }
 
-void WorkerCall::OnReadDone(bool ok) {
-  if (!ok) return;
-  handler_->OnWorkerMessage(response_);
-  response_.Clear();
-  StartRead(&response_);
+void WorkerCall::Cancel() {
+  cancelled_ = true;
+  CancelStream();
 }
 
-void WorkerCall::OnDone(const grpc::Status& status) {
-  absl::Status reason = FromGrpcStatus(status);
+void WorkerCall::CancelStream() {
+  std::shared_ptr<LeaderClient::Stream> stream;
+  {
+    MutexLock lock(mutex_);
+    stream = stream_;
+  }
+  if (stream != nullptr) stream->Cancel();
+}
+
+void WorkerCall::OnResponse(v1::WorkerGenerateResponse& response) {
+  handler_->OnWorkerMessage(response);
+}
+
+void WorkerCall::OnGenerateEnd(const absl::Status& status) {
+  absl::Status reason = status;
   if (cancelled_) {
     reason = absl::CancelledError("cancelled by the client");
   } else if (group_lost_) {

@@ -6,19 +6,18 @@
 #include <optional>
 
 #include "absl/status/status.h"
-#include "grpcpp/client_context.h"
-#include "grpcpp/support/client_callback.h"
 #include "router/group_link.h"
+#include "router/leader_client.h"
 #include "server/base/mutex.h"
 #include "weft/v1/worker.pb.h"
 
 namespace weft {
 
 // One Worker.Generate call. Lives until its end; nobody else needs to hold it.
-class WorkerCall : private grpc::ClientReadReactor<v1::WorkerGenerateResponse>,
+class WorkerCall : private LeaderClient::GenerateHandler,
                    public std::enable_shared_from_this<WorkerCall> {
  public:
-  // What comes from the leader, on gRPC's threads, one call at a time, OnWorkerEnd() last.
+  // What comes from the leader, on the wire's threads, one call at a time, OnWorkerEnd() last.
   class Handler {
    public:
     virtual ~Handler() = default;
@@ -35,23 +34,21 @@ class WorkerCall : private grpc::ClientReadReactor<v1::WorkerGenerateResponse>,
   // Once. OnWorkerEnd() may run inside when the group is gone already.
   void Start(std::chrono::system_clock::time_point deadline);
   // Any thread, any time. OnWorkerEnd() follows.
-  void Cancel() {
-    cancelled_ = true;
-    context_.TryCancel();
-  }
+  void Cancel();
 
  private:
-  void OnReadDone(bool ok) override;
-  void OnDone(const grpc::Status& status) override;
+  void OnResponse(v1::WorkerGenerateResponse& response) override;
+  void OnGenerateEnd(const absl::Status& status) override;
 
+  void CancelStream();
   void End(absl::Status status);
 
   const GroupLease lease_;
   const v1::WorkerGenerateRequest request_;
   std::shared_ptr<Handler> handler_;
-  std::shared_ptr<WorkerCall> self_;  // until gRPC is done with us
-  grpc::ClientContext context_;
-  v1::WorkerGenerateResponse response_;
+  std::shared_ptr<WorkerCall> self_;  // until the end
+  Mutex mutex_;
+  std::shared_ptr<LeaderClient::Stream> stream_ ABSL_GUARDED_BY(mutex_);
   std::optional<std::uint64_t> call_id_;
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> group_lost_{false};

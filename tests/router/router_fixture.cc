@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "router/grpc_leader_client.h"
 #include "server/grpc_status.h"
 
 namespace weft {
@@ -72,6 +73,9 @@ void RouterFixture::StartSeveral(int num_workers, ClusterOptions options) {
 
 void RouterFixture::StartRouter(std::vector<std::string> addresses, ClusterOptions options) {
   options.addresses = std::move(addresses);
+  options.link.connect = [](const std::string& address) {
+    return NewGrpcLeaderClient(address, {});
+  };
   cluster_ = std::make_unique<Cluster>(options);
   text_pool_ = std::make_unique<TextPool>(2, 64);
   context_.cluster = cluster_.get();

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "router/leader_client.h"
+#include "server/grpc_server.h"
+
+namespace weft {
+
+// A channel to the leader at `address`.
+std::unique_ptr<LeaderClient> NewGrpcLeaderClient(const std::string& address,
+                                                  const GrpcTransportOptions& transport);
+
+}  // namespace weft
