@@ -67,6 +67,7 @@ const std::vector<std::string> kEveryGroupFlag = {
     "--num-gpu-blocks-override=9",
     "--threads-per-rank=2",
     "--stall-timeout=7s",
+    "--log-stats-interval=5s",
     "--force-preemption-every=5",
 };
 
