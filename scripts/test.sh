@@ -2,8 +2,7 @@
 # Sets up, builds and runs the tests. Idempotent; quick the second time.
 #
 #   scripts/test.sh               release build: unit, end-to-end
-#   scripts/test.sh --sanitizers  also asan (with ubsan) and tsan of what is labelled for them, and
-#                                 every fuzzer for a minute
+#   scripts/test.sh --sanitizers  also asan (with ubsan) and tsan of what is labelled for them
 #   scripts/test.sh --all         everything, the long ones too (hours on two cores)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -42,7 +41,9 @@ if [ "$sanitizers" = 1 ]; then
     cmake --build "build/$preset" -j "$jobs" --target "${preset}_tests"
     run_tests "$preset" -L "$preset"
   done
-  scripts/fuzz.sh 60
 fi
 
-if [ "$all" = 1 ]; then scripts/mutants.sh; fi
+if [ "$all" = 1 ]; then
+  scripts/mutants.sh
+  scripts/fuzz.sh 60
+fi
