@@ -10,6 +10,7 @@
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
 #include "gtest/gtest.h"
+#include "router/grpc_leader_client.h"
 #include "router/router_service.h"
 #include "server/grpc_status.h"
 #include "tests/router/fake_worker.h"
@@ -63,6 +64,9 @@ class RouterMetricsServiceTest : public ::testing::Test {
   void StartRouter(std::vector<std::string> addresses) {
     ClusterOptions options;
     options.addresses = std::move(addresses);
+    options.link.connect = [](const std::string& address) {
+      return NewGrpcLeaderClient(address, {});
+    };
     cluster_ = std::make_unique<Cluster>(options);
     context_.cluster = cluster_.get();
     context_.text_pool = &text_pool_;
