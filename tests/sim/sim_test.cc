@@ -359,7 +359,7 @@ TEST(SimTest, EveryRequestEndsBlocksReturnAndNoStepIsLost) {
   spdlog::set_level(spdlog::level::off);
   const bool one = std::getenv("WEFT_SIM_SEED") != nullptr;
   const std::uint64_t first = Number("WEFT_SIM_SEED", 0);
-  const std::uint64_t count = one ? 1 : Number("WEFT_SIM_SEEDS", 5000);
+  const std::uint64_t count = one ? 1 : Number("WEFT_SIM_SEEDS", 2000);
   const std::string commit = Commit();
   Coverage coverage;
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
