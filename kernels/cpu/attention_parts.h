@@ -25,8 +25,8 @@ constexpr std::int64_t NumQueries(const AttentionItem& item) {
   return (item.end_row - item.first_row) * (item.end_head - item.first_head);
 }
 
-// A query's running result: [PaddedDim(value_dim)] weighted sum of V, then the largest score and the sum of
-// exp(score - largest).
+// A query's running result: [PaddedDim(value_dim)] weighted sum of V, then the largest score and
+// the sum of exp(score - largest).
 constexpr std::int64_t PaddedDim(std::int64_t dim) { return (dim + 15) / 16 * 16; }
 constexpr std::int64_t RecordFloats(std::int64_t value_dim) { return PaddedDim(value_dim) + 16; }
 

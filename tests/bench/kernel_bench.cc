@@ -198,8 +198,8 @@ void BM_Attention(benchmark::State& state) {
   const std::vector<float> q = RandomFloats(std::int64_t{rows.size()} * kHeads * kHeadDim, 1.0F);
   std::vector<float> out(q.size());
   std::vector<float> lse(static_cast<std::size_t>(rows.size()) * kHeads);
-  const Buffer workspace =
-      *Buffer::Allocate(GqaAttentionWorkspaceBytes(rows.size(), kHeads, kHeadDim, kHeadDim, BenchStream()));
+  const Buffer workspace = *Buffer::Allocate(
+      GqaAttentionWorkspaceBytes(rows.size(), kHeads, kHeadDim, kHeadDim, BenchStream()));
   double keys = 0;
   for (const std::int32_t visible : rows.visible_len) keys += visible;
   Meter(state).Run(4.0 * keys * kHeads * kHeadDim * layers, bytes * layers, 0, [&] {

@@ -158,7 +158,8 @@ absl::StatusOr<std::unique_ptr<Checkpoint>> Checkpoint::Open(
   std::error_code error;
   std::unique_ptr<Checkpoint> checkpoint(new Checkpoint());
   std::ifstream config(model_dir / "config.json", std::ios::binary);
-  for (char c = 0; config.get(c);) checkpoint->fingerprint_ = HashOn(checkpoint->fingerprint_, &c, 1);
+  for (char c = 0; config.get(c);)
+    checkpoint->fingerprint_ = HashOn(checkpoint->fingerprint_, &c, 1);
   if (std::filesystem::exists(model_dir / kSingleFile, error)) {
     ASSIGN_OR_RETURN(std::unique_ptr<File> file, File::Map(model_dir / kSingleFile));
     RETURN_IF_ERROR(checkpoint->Add(std::move(file), kSingleFile));
