@@ -107,18 +107,13 @@ WorkerService::WorkerService(
       on_follower_lost_(std::move(on_follower_lost)),
       calls_(limits.max_stream_buffer_bytes) {
   state_.mutable_group()->set_state("loading");
-  ticker_ = std::thread([this] { TickLoop(); });
+  ticker_.emplace(kHeartbeat, [this] { Publish(); });
 }
 
 WorkerService::~WorkerService() { Stop(); }
 
 void WorkerService::Stop() {
-  {
-    MutexLock lock(mutex_);
-    stopping_ = true;
-  }
-  wake_.NotifyAll();
-  if (ticker_.joinable()) ticker_.join();
+  ticker_.reset();
   leader_ = nullptr;
 }
 
@@ -230,20 +225,6 @@ void WorkerService::Publish() {
     }
   }
   for (const std::shared_ptr<StateWriter>& writer : writers) writer->Write(state);
-}
-
-void WorkerService::TickLoop() {
-  auto next = std::chrono::steady_clock::now() + kHeartbeat;
-  for (;;) {
-    {
-      MutexLock lock(mutex_);
-      while (!stopping_ && wake_.WaitUntil(mutex_, next)) {
-      }
-      if (stopping_) return;
-    }
-    next += kHeartbeat;
-    Publish();
-  }
 }
 
 grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* WorkerService::Generate(

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -13,6 +13,7 @@
 #include "server/base/mutex.h"
 #include "server/group_flags.h"
 #include "server/stream_writer.h"
+#include "server/ticker.h"
 #include "weft/v1/worker.grpc.pb.h"
 #include "worker/generate_calls.h"
 #include "worker/group/join.h"
@@ -69,7 +70,6 @@ class WorkerService final : public v1::Worker::CallbackService {
   void KeepInfo(std::int32_t rank, const v1::RankInfo& info) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::GroupState CurrentState() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Publish() ABSL_LOCKS_EXCLUDED(publish_mutex_, mutex_);
-  void TickLoop();
 
   JoinTable& joins_;
   const std::uint64_t generation_;
@@ -82,15 +82,13 @@ class WorkerService final : public v1::Worker::CallbackService {
 
   Mutex publish_mutex_;  // taken before mutex_
   Mutex mutex_;
-  CondVar wake_;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::uint64_t state_seq_ ABSL_GUARDED_BY(mutex_) = 0;
   v1::GroupState state_ ABSL_GUARDED_BY(mutex_);
   std::vector<v1::RankInfo> ranks_ ABSL_GUARDED_BY(mutex_);      // by rank
   std::vector<absl::Time> ranks_heard_ ABSL_GUARDED_BY(mutex_);  // when; likewise
   std::vector<std::weak_ptr<StateWriter>> watchers_ ABSL_GUARDED_BY(mutex_);
   std::vector<JoinStream*> join_streams_ ABSL_GUARDED_BY(mutex_);
-  std::thread ticker_;
+  std::optional<Ticker> ticker_;  // publishes until Stop()
 };
 
 }  // namespace weft
