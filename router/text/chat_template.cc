@@ -2,35 +2,18 @@
 
 #include <fmt/format.h>
 
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "router/text/jinja_template.h"
 #include "router/text/json_cursor.h"
+#include "router/text/read_file.h"
 #include "server/base/status_macros.h"
 
 namespace weft {
 namespace {
 
 constexpr std::uintmax_t kMaxFileBytes = std::uintmax_t{16} << 20;
-
-// NOT_FOUND when there is no such file.
-absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  std::error_code error;
-  const std::uintmax_t num_bytes = std::filesystem::file_size(path, error);
-  if (error) return absl::NotFoundError(fmt::format("{}: {}", path, error.message()));
-  if (num_bytes > kMaxFileBytes) {
-    return absl::InvalidArgumentError(
-        fmt::format("{} has {} bytes; at most {} are read", path, num_bytes, kMaxFileBytes));
-  }
-  std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file) return absl::NotFoundError(fmt::format("{} cannot be read", path));
-  return text;
-}
 
 // The names of special tokens that tokenizer_config.json may give, as templates know them.
 absl::StatusOr<jinja::Dict> SpecialTokens(const JsonCursor& config) {
@@ -82,9 +65,9 @@ absl::StatusOr<std::unique_ptr<ChatTemplate>> ChatTemplate::Load(const std::stri
   jinja::Dict special_tokens;
   std::string source;
   std::string name = config_path;
-  absl::StatusOr<std::string> text = ReadFile(config_path);
+  absl::StatusOr<std::string> text = ReadFile(config_path, kMaxFileBytes);
   if (text.ok()) {
-    ASSIGN_OR_RETURN(const nlohmann::json document, ParseJson(*text, config_path));
+    ASSIGN_OR_RETURN(const nlohmann::json document, ParseTextJson(*text, config_path));
     const JsonCursor config(document, config_path);
     ASSIGN_OR_RETURN(special_tokens, SpecialTokens(config));
     ASSIGN_OR_RETURN(source, TemplateOf(config));
@@ -92,7 +75,7 @@ absl::StatusOr<std::unique_ptr<ChatTemplate>> ChatTemplate::Load(const std::stri
     return text.status();
   }
   const std::string file_path = model_dir + "/chat_template.jinja";
-  if (absl::StatusOr<std::string> file = ReadFile(file_path); file.ok()) {
+  if (absl::StatusOr<std::string> file = ReadFile(file_path, kMaxFileBytes); file.ok()) {
     source = *std::move(file);
     name = file_path;
   } else if (!absl::IsNotFound(file.status())) {

@@ -49,7 +49,7 @@ class Checker : public nlohmann::json_sax<Json> {
 
 }  // namespace
 
-absl::StatusOr<Json> ParseJson(std::string_view text, std::string_view name) {
+absl::StatusOr<Json> ParseTextJson(std::string_view text, std::string_view name) {
   Checker checker;
   if (!Json::sax_parse(text.begin(), text.end(), &checker)) {
     return absl::InvalidArgumentError(fmt::format("{}: {}", name, checker.error()));

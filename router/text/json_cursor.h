@@ -14,7 +14,7 @@ namespace weft {
 
 // Parses a file's JSON. INVALID_ARGUMENT, with the position, if it is none or is nested deeper than
 // kMaxJsonDepth (destroying a document recurses).
-absl::StatusOr<nlohmann::json> ParseJson(std::string_view text, std::string_view name);
+absl::StatusOr<nlohmann::json> ParseTextJson(std::string_view text, std::string_view name);
 
 inline constexpr int kMaxJsonDepth = 64;
 

@@ -6,13 +6,11 @@
 #include <algorithm>
 #include <cstdlib>
 #include <deque>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "router/text/byte_level.h"
+#include "router/text/read_file.h"
 #include "router/text/tokenizer_json.h"
 #include "router/text/utf8.h"
 #include "server/base/status_macros.h"
@@ -133,16 +131,7 @@ Tokenizer::Tokenizer(std::unique_ptr<const Impl> impl) : impl_(std::move(impl)) 
 Tokenizer::~Tokenizer() = default;
 
 absl::StatusOr<std::unique_ptr<Tokenizer>> Tokenizer::Load(const std::string& path) {
-  std::error_code error;
-  const std::uintmax_t num_bytes = std::filesystem::file_size(path, error);
-  if (error) return absl::NotFoundError(fmt::format("{}: {}", path, error.message()));
-  if (num_bytes > kMaxFileBytes) {
-    return absl::InvalidArgumentError(
-        fmt::format("{} has {} bytes; at most {} are read", path, num_bytes, kMaxFileBytes));
-  }
-  std::ifstream file(path, std::ios::binary);
-  const std::string json{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file) return absl::NotFoundError(fmt::format("{} cannot be read", path));
+  ASSIGN_OR_RETURN(const std::string json, ReadFile(path, kMaxFileBytes));
   return Parse(json, path);
 }
 

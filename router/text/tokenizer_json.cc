@@ -310,7 +310,7 @@ class Parser {
 }  // namespace
 
 absl::StatusOr<TokenizerSpec> ParseTokenizerJson(std::string_view json, std::string_view name) {
-  ASSIGN_OR_RETURN(const nlohmann::json document, ParseJson(json, name));
+  ASSIGN_OR_RETURN(const nlohmann::json document, ParseTextJson(json, name));
   return Parser(JsonCursor(document, name)).Run();
 }
 
