@@ -10,6 +10,7 @@
 #include "tests/golden.h"
 #include "tests/worker/local_group.h"
 #include "tests/worker/reference_model.h"
+#include "tests/worker/sampling_group.h"
 #include "tests/worker/sampling_reference.h"
 
 namespace weft {
@@ -18,19 +19,6 @@ namespace {
 // Two tokens whose scores are closer than this may change places by rounding.
 constexpr double kRounding = 1e-3;
 constexpr std::int32_t kMaxTokens = 40;
-
-LocalGroupOptions OptionsOf(const std::filesystem::path& dir, int tp, int dcp) {
-  LocalGroupOptions options;
-  options.model.model_dir = dir;
-  options.model.layout = {.tensor_parallel_size = tp,
-                          .decode_context_parallel_size = dcp,
-                          .block_size = 16,
-                          .interleave = 4};
-  options.model.num_blocks = 800;
-  options.model.max_model_len = 200;
-  options.rank.stall_timeout = absl::Seconds(20);
-  return options;
-}
 
 // Small chunks, few rows with logits, and preemptions all along.
 LocalGroupOptions Disturbed(LocalGroupOptions options) {
@@ -219,7 +207,7 @@ class SamplingFieldsTest : public ::testing::Test {
 
 TEST_F(SamplingFieldsTest, TokensAndLogprobsAreThePlainReferences) {
   const ReferenceModel model(dir_, DType::kFloat32, DType::kFloat32);
-  const std::vector<Completion> completions = RunAll(OptionsOf(dir_, 1, 1), requests_);
+  const std::vector<Completion> completions = RunAll(SamplingOptions(dir_, 1, 1), requests_);
   for (std::size_t i = 0; i < requests_.size(); ++i) {
     SCOPED_TRACE(names_[i]);
     ExpectReferences(model, requests_[i], completions[i]);
@@ -238,9 +226,9 @@ TEST_F(SamplingFieldsTest, TokensAndLogprobsAreThePlainReferences) {
 }
 
 TEST_F(SamplingFieldsTest, LayoutChunksAndPreemptionChangeNothing) {
-  const std::vector<Completion> want = RunAll(OptionsOf(dir_, 1, 1), requests_);
+  const std::vector<Completion> want = RunAll(SamplingOptions(dir_, 1, 1), requests_);
   for (const auto& [tp, dcp, async] : {std::tuple(1, 1, true), {2, 2, true}, {2, 2, false}}) {
-    LocalGroupOptions options = Disturbed(OptionsOf(dir_, tp, dcp));
+    LocalGroupOptions options = Disturbed(SamplingOptions(dir_, tp, dcp));
     options.async_scheduling = async;
     const std::vector<Completion> got = RunAll(options, requests_);
     int preemptions = 0;
@@ -258,7 +246,7 @@ TEST_F(SamplingFieldsTest, LayoutChunksAndPreemptionChangeNothing) {
 }
 
 TEST_F(SamplingFieldsTest, AResumedRequestGoesOnAsIfItHadNotStopped) {
-  const std::vector<Completion> want = RunAll(OptionsOf(dir_, 1, 1), requests_);
+  const std::vector<Completion> want = RunAll(SamplingOptions(dir_, 1, 1), requests_);
   std::vector<EngineRequest> resumed;
   std::vector<std::size_t> from;
   for (std::size_t i = 0; i < requests_.size(); ++i) {
@@ -267,7 +255,8 @@ TEST_F(SamplingFieldsTest, AResumedRequestGoesOnAsIfItHadNotStopped) {
     from.push_back(std::min<std::size_t>(1 + i % 11, tokens.size() - 1));
     resumed.back().resume_token_ids.assign(tokens.begin(), tokens.begin() + from.back());
   }
-  const std::vector<Completion> got = RunAll(Disturbed(OptionsOf(dir_, 2, 2)), std::move(resumed));
+  const std::vector<Completion> got =
+      RunAll(Disturbed(SamplingOptions(dir_, 2, 2)), std::move(resumed));
   for (std::size_t i = 0; i < got.size(); ++i) {
     SCOPED_TRACE(names_[i]);
     ASSERT_TRUE(got[i].status.ok()) << got[i].status;
@@ -285,8 +274,8 @@ TEST_F(SamplingFieldsTest, SamplesOfSuccessiveSeedsDifferAndAreReproducible) {
     request.prompt_token_ids = golden_.Prompt("len33").ids;
     request.sampling.seed = 77 + i;
   }
-  const std::vector<Completion> together = RunAll(OptionsOf(dir_, 1, 1), samples);
-  auto group = LocalGroup::Start(Disturbed(OptionsOf(dir_, 2, 2)));
+  const std::vector<Completion> together = RunAll(SamplingOptions(dir_, 1, 1), samples);
+  auto group = LocalGroup::Start(Disturbed(SamplingOptions(dir_, 2, 2)));
   ASSERT_TRUE(group.ok()) << group.status();
   for (std::size_t i = 0; i < samples.size(); ++i) {
     EXPECT_EQ((*group)->Generate({samples[i]})[0].token_ids, together[i].token_ids);
@@ -305,7 +294,7 @@ TEST_F(SamplingFieldsTest, ARequestThatExcludesEveryTokenEndsAlone) {
   other.prompt_token_ids = golden_.Prompt("len7").ids;
   other.max_tokens = 48;
   other.sampling.temperature = 0;
-  const std::vector<Completion> completions = RunAll(OptionsOf(dir_, 2, 2), {none, other});
+  const std::vector<Completion> completions = RunAll(SamplingOptions(dir_, 2, 2), {none, other});
   EXPECT_EQ(completions[0].token_ids, std::vector<std::int32_t>{4});
   EXPECT_EQ(completions[0].status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(completions[1].token_ids, golden_.Prompt("len7").greedy);

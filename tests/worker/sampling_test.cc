@@ -13,22 +13,10 @@
 #include "tests/golden.h"
 #include "tests/worker/local_group.h"
 #include "tests/worker/reference_model.h"
+#include "tests/worker/sampling_group.h"
 
 namespace weft {
 namespace {
-
-LocalGroupOptions OptionsOf(const std::filesystem::path& dir, int tp, int dcp) {
-  LocalGroupOptions options;
-  options.model.model_dir = dir;
-  options.model.layout = {.tensor_parallel_size = tp,
-                          .decode_context_parallel_size = dcp,
-                          .block_size = 16,
-                          .interleave = 4};
-  options.model.num_blocks = 800;
-  options.model.max_model_len = 200;
-  options.rank.stall_timeout = absl::Seconds(20);
-  return options;
-}
 
 EngineRequest Request(std::vector<std::int32_t> prompt, const SamplingParams& sampling,
                       std::int32_t max_tokens) {
@@ -95,7 +83,7 @@ TEST(SamplingTest, FrequenciesAreTheFilteredSoftmax) {
   WEFT_GOLDEN_OR_SKIP(dir, "llama_mqa");
   const Golden golden = LoadGolden(dir);
   const std::vector<float>& logits = golden.Tensor("last_logits.len1").values;
-  auto group = LocalGroup::Start(OptionsOf(dir, 2, 2));
+  auto group = LocalGroup::Start(SamplingOptions(dir, 2, 2));
   ASSERT_TRUE(group.ok()) << group.status();
   constexpr int kDraws = 4000;
   constexpr int kBatch = 500;
@@ -175,9 +163,10 @@ TEST(SamplingTest, TheSameSeedGivesTheSameTokensInEveryBatchAndLayout) {
   const std::vector<EngineRequest> requests = ReproducibilityRequests(golden);
   const ReferenceModel reference(dir, DType::kFloat32, DType::kFloat32);
   std::vector<GroupRun> runs;
-  runs.push_back({.name = "alone", .options = OptionsOf(dir, 1, 1), .alone = true});
+  runs.push_back({.name = "alone", .options = SamplingOptions(dir, 1, 1), .alone = true});
   for (const auto& [tp, dcp] : {std::pair(1, 1), {2, 1}, {2, 2}, {4, 2}}) {
-    runs.push_back({.name = fmt::format("T={} N={}", tp, dcp), .options = OptionsOf(dir, tp, dcp)});
+    runs.push_back(
+        {.name = fmt::format("T={} N={}", tp, dcp), .options = SamplingOptions(dir, tp, dcp)});
     GroupRun preempted = runs.back();
     preempted.name += " preempted";
     preempted.options.force_preemption_every = 5;
