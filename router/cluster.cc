@@ -45,13 +45,13 @@ std::shared_ptr<const ClusterSnapshot> Cluster::Snapshot() const {
 
 Cluster::WaitId Cluster::NewWait() { return WaitId{next_wait_++}; }
 
-void Cluster::Place(WaitId id, std::int64_t prompt_tokens, PlaceHandler done) {
+void Cluster::Place(WaitId id, std::int64_t prompt_tokens, bool admitted, PlaceHandler done) {
   absl::StatusOr<GroupLease> result;
   {
     MutexLock lock(mutex_);
     result = TryPlace(prompt_tokens);
     if (absl::IsUnavailable(result.status()) && !stopping_) {
-      if (static_cast<std::int64_t>(waiting_.size()) < options_.max_waiting) {
+      if (admitted || static_cast<std::int64_t>(waiting_.size()) < options_.max_waiting) {
         waiting_.push_back(
             {id, prompt_tokens, options_.link.now() + options_.queue_timeout, std::move(done)});
         return;

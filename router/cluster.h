@@ -62,8 +62,9 @@ class Cluster {
   // Chooses a group for a prompt and calls `done` once, here or later on another thread:
   // INVALID_ARGUMENT  the prompt is too long for every ready group;
   // UNAVAILABLE       no group became ready within queue_timeout;
-  // RESOURCE_EXHAUSTED  max_waiting requests wait already.
-  void Place(WaitId id, std::int64_t prompt_tokens, PlaceHandler done);
+  // RESOURCE_EXHAUSTED  max_waiting requests wait already; not for one that is `admitted`: a group
+  //                   had taken it.
+  void Place(WaitId id, std::int64_t prompt_tokens, bool admitted, PlaceHandler done);
 
   // Forgets a request that waits. False when it does not yet wait, and when its handler has run or
   // is about to.

@@ -144,6 +144,7 @@ void GenerateCall::MakeSamples() {
       .cluster = context_.cluster,
       .metrics = context_.metrics,
       .max_attempts = context_.max_attempts,
+      .max_replays = context_.max_replays,
       .prompt_tokens = prompt_tokens + request_.resume().ids_size(),
       .deadline = deadline_};
   for (std::int32_t i = 0; i < std::max(1, sampling.n()); ++i) {
@@ -175,21 +176,22 @@ void GenerateCall::StartSamples() {
 }
 
 absl::StatusOr<v1::WorkerGenerateRequest> GenerateCall::MakeWorkerRequest(
-    std::int32_t index, std::int32_t vocab_size) const {
+    std::int32_t index, absl::Span<const std::int32_t> produced, std::int32_t vocab_size) const {
   RETURN_IF_ERROR(
       ValidateTokens(prompt_, request_.resume().ids(), request_.sampling(), vocab_size));
   v1::WorkerGenerateRequest request;
-  // Each sample is a request of its own there.
-  request.set_request_id(samples_.size() == 1 ? request_.request_id()
-                                              : fmt::format("{}/{}", request_.request_id(), index));
+  // Each sample is a request of its own there. The number comes first and always: so no id of a
+  // client makes the same name.
+  request.set_request_id(fmt::format("{}:{}", index, request_.request_id()));
   request.mutable_prompt_token_ids()->Add(prompt_.begin(), prompt_.end());
   *request.mutable_resume_token_ids() = request_.resume().ids();
+  request.mutable_resume_token_ids()->Add(produced.begin(), produced.end());
   request.set_priority(request_.priority());
   v1::SamplingParams& sampling = *request.mutable_sampling();
   sampling = request_.sampling();
   sampling.set_seed(sampling.seed() + static_cast<std::uint64_t>(index));
   // The client has those of the prompt once it has any message.
-  if (index > 0 || request_.resume_seq() > 0) sampling.clear_prompt_logprobs();
+  if (index > 0 || request_.resume_seq() > 0 || !produced.empty()) sampling.clear_prompt_logprobs();
   sampling.clear_n();
   sampling.clear_stop();
   sampling.clear_include_stop_str_in_output();

@@ -23,7 +23,8 @@ namespace weft {
 // request may be in the hands of any of them.
 struct GenerateContext {
   RequestLimits limits;
-  std::uint32_t max_attempts = 3;  // how often a request is placed that no group has taken yet
+  std::uint32_t max_attempts = 3;  // how often a request is placed before a group takes it
+  std::uint32_t max_replays = 3;   // how many groups a request may lose
   std::int64_t max_stream_buffer_bytes = std::int64_t{1} << 20;
   const Tokenizer* tokenizer = nullptr;  // null with --skip-tokenizer-init: no text, in or out
   const ChatTemplate* chat_template = nullptr;  // null when the model has none
@@ -58,7 +59,8 @@ class GenerateCall final : public SampleCall::Owner,
 
  private:
   absl::StatusOr<v1::WorkerGenerateRequest> MakeWorkerRequest(
-      std::int32_t index, std::int32_t vocab_size) const override;
+      std::int32_t index, absl::Span<const std::int32_t> produced,
+      std::int32_t vocab_size) const override;
   void OnSampleMessage(v1::GenerateResponse message) override;
   void OnSampleEnd(std::int32_t index, absl::Status status) override;
 

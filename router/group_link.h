@@ -62,8 +62,8 @@ class GroupLink final : private LeaderClient::WatchHandler {
   std::optional<std::uint64_t> AddCall(std::uint64_t epoch, std::function<void()> on_lost);
   void RemoveCall(std::uint64_t id);
 
-  // The leader refused a call as not ready or draining: the group is taken for that until it is
-  // heard of again. No on_change: nobody waits for that.
+  // The leader refused a call as not ready or draining, or lost it: the group is taken for not
+  // ready until it is heard of again. No on_change: nobody waits for that.
   void ReportNotReady(std::uint64_t epoch);
 
  private:

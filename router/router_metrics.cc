@@ -37,7 +37,9 @@ bool IsReject(const absl::Status& status) {
 }  // namespace
 
 RouterMetrics::RouterMetrics(MetricRegistry& registry)
-    : registry_(registry), retries_(registry.Get(metrics::kRouterRetries)) {}
+    : registry_(registry),
+      retries_(registry.Get(metrics::kRouterRetries)),
+      replays_(registry.Get(metrics::kRouterReplays)) {}
 
 void RouterMetrics::OnEnd(const absl::Status& status, v1::FinishReason finish_reason, bool sent) {
   in_flight_.fetch_sub(1, std::memory_order_relaxed);

@@ -25,6 +25,8 @@ class RouterMetrics {
   void OnEnd(const absl::Status& status, v1::FinishReason finish_reason, bool sent);
   // It is placed again.
   void OnRetry() { retries_.Increment(); }
+  // It goes on elsewhere.
+  void OnReplay() { replays_.Increment(); }
 
   // For StreamWriterOptions.
   std::atomic<std::int64_t>* stream_buffer_bytes() { return &stream_buffer_bytes_; }
@@ -36,6 +38,7 @@ class RouterMetrics {
  private:
   MetricRegistry& registry_;
   prometheus::Counter& retries_;
+  prometheus::Counter& replays_;
   std::atomic<std::int64_t> in_flight_{0};
   std::atomic<std::int64_t> stream_buffer_bytes_{0};
 };

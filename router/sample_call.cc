@@ -1,14 +1,30 @@
 #include "router/sample_call.h"
 
+#include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "server/error_reason.h"
 
 namespace weft {
 namespace {
 
 absl::Status Cancelled() { return absl::CancelledError("cancelled"); }
+
+// Grows with every call, and with time, so over routers, too: whoever sends a request id again,
+// here or elsewhere, takes over from what still runs of it.
+std::uint64_t NextAttempt() {
+  static std::atomic<std::int64_t> last{0};
+  std::int64_t before = last;
+  std::int64_t next = 0;
+  do {
+    next = std::max(before + 1, absl::ToUnixMicros(absl::Now()));
+  } while (!last.compare_exchange_weak(before, next));
+  return static_cast<std::uint64_t>(next);
+}
 
 }  // namespace
 
@@ -34,8 +50,8 @@ void SampleCall::Place() {
     End(Cancelled());
     return;
   }
-  cluster.Place(wait, options_.prompt_tokens,
-                [self = self_.lock()](absl::StatusOr<GroupLease> lease) {
+  cluster.Place(wait, options_.prompt_tokens + static_cast<std::int64_t>(produced_.size()),
+                /*admitted=*/replays_ > 0, [self = self_.lock()](absl::StatusOr<GroupLease> lease) {
                   self->OnPlaced(std::move(lease));
                 });
   // A Cancel() that came before the request was in the queue did not find it there.
@@ -52,12 +68,12 @@ void SampleCall::OnPlaced(absl::StatusOr<GroupLease> lease) {
     return;
   }
   absl::StatusOr<v1::WorkerGenerateRequest> request =
-      owner_.MakeWorkerRequest(index_, lease->snapshot().vocab_size);
+      owner_.MakeWorkerRequest(index_, produced_, lease->snapshot().vocab_size);
   if (!request.ok()) {
     End(request.status());
     return;
   }
-  request->set_attempt(attempt_);
+  request->set_attempt(NextAttempt());
   auto call = std::make_shared<WorkerCall>(*std::move(lease), *std::move(request), self_.lock());
   bool cancelled = false;
   {
@@ -76,7 +92,7 @@ void SampleCall::OnWorkerMessage(v1::WorkerGenerateResponse& response) {
   const bool last = response.finish_reason() != v1::FINISH_REASON_UNSPECIFIED;
   v1::GenerateResponse message;
   if (!output_.Read(response, message)) return;
-  started_stream_ = true;
+  produced_.insert(produced_.end(), message.token_ids().begin(), message.token_ids().end());
   owner_.OnSampleMessage(std::move(message));
   if (!output_.finished() || last) return;
   // A stop string: the leader does not know yet.
@@ -95,10 +111,7 @@ void SampleCall::OnWorkerEnd(absl::Status status) {
     worker_call_ = nullptr;
     cancelled = cancelled_;
   }
-  const std::string reason = ReasonOf(status);
-  const bool refused = reason == kReasonNotReady || reason == kReasonDraining;
-  if (refused && !cancelled && !started_stream_ && ++attempt_ < options_.max_attempts) {
-    if (options_.metrics != nullptr) options_.metrics->OnRetry();
+  if (!cancelled && !output_.finished() && GoesOnAfter(status)) {
     Place();
     return;
   }
@@ -109,6 +122,22 @@ void SampleCall::OnWorkerEnd(absl::Status status) {
     status = absl::InternalError("the leader ended the stream without a finish reason");
   }
   End(std::move(status));
+}
+
+bool SampleCall::GoesOnAfter(const absl::Status& status) {
+  const std::string reason = ReasonOf(status);
+  if (reason == kReasonNotReady || reason == kReasonDraining) {
+    if (++refusals_ >= options_.max_attempts) return false;
+    if (options_.metrics != nullptr) options_.metrics->OnRetry();
+  } else if (reason == kReasonRankLost) {
+    if (++replays_ > options_.max_replays) return false;
+    refusals_ = 0;
+    if (options_.metrics != nullptr) options_.metrics->OnReplay();
+  } else {
+    return false;
+  }
+  output_.Replay();
+  return true;
 }
 
 void SampleCall::Cancel() {

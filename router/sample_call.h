@@ -4,9 +4,11 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "router/cluster.h"
 #include "router/router_metrics.h"
 #include "router/sample_output.h"
@@ -17,15 +19,19 @@
 namespace weft {
 
 // One sample of a request on its way: place, stream from the leader, place again while no group
-// has taken it. Owned by its request; whoever has to call it next (cluster, WorkerCall) holds that.
+// has taken it, and replay it when its group was lost: go on from the prompt and the tokens so far,
+// of which the client notices a pause. Owned by its request; whoever has to call it next (cluster,
+// WorkerCall) holds that.
 class SampleCall final : public WorkerCall::Handler {
  public:
   class Owner {
    public:
     virtual ~Owner() = default;
-    // INVALID_ARGUMENT when the request does not fit a vocabulary of so many ids.
+    // `produced` are the tokens that the client has from this call. INVALID_ARGUMENT when the
+    // request does not fit a vocabulary of so many ids.
     virtual absl::StatusOr<v1::WorkerGenerateRequest> MakeWorkerRequest(
-        std::int32_t index, std::int32_t vocab_size) const = 0;
+        std::int32_t index, absl::Span<const std::int32_t> produced,
+        std::int32_t vocab_size) const = 0;
     virtual void OnSampleMessage(v1::GenerateResponse message) = 0;
     // Last, once. OK only when a message had a finish reason.
     virtual void OnSampleEnd(std::int32_t index, absl::Status status) = 0;
@@ -34,8 +40,9 @@ class SampleCall final : public WorkerCall::Handler {
   struct Options {
     Cluster* cluster = nullptr;
     RouterMetrics* metrics = nullptr;  // may be null
-    std::uint32_t max_attempts = 1;
-    std::int64_t prompt_tokens = 0;  // for placement: what the group has to hold
+    std::uint32_t max_attempts = 1;    // how often it is placed before a group takes it
+    std::uint32_t max_replays = 0;     // how many groups it may lose
+    std::int64_t prompt_tokens = 0;    // for placement: what the group has to hold
     std::chrono::system_clock::time_point deadline;
   };
 
@@ -55,6 +62,8 @@ class SampleCall final : public WorkerCall::Handler {
 
   void Place();
   void OnPlaced(absl::StatusOr<GroupLease> lease);
+  // Whether it goes on elsewhere after its stream ended like that.
+  bool GoesOnAfter(const absl::Status& status);
   void End(absl::Status status) { owner_.OnSampleEnd(index_, std::move(status)); }
 
   Owner& owner_;
@@ -64,8 +73,9 @@ class SampleCall final : public WorkerCall::Handler {
 
   // Each stage is over before the next one starts, so that these need no lock.
   SampleOutput output_;
-  std::uint32_t attempt_ = 0;
-  bool started_stream_ = false;  // a message has gone out
+  std::vector<std::int32_t> produced_;  // what the client has from this call
+  std::uint32_t refusals_ = 0;          // of this placement
+  std::uint32_t replays_ = 0;
 
   Mutex mutex_;
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;

@@ -28,6 +28,9 @@ class SampleOutput {
   // to send: logprobs of the prompt wait for the first token, and nothing follows a finish.
   bool Read(v1::WorkerGenerateResponse& response, v1::GenerateResponse& message);
 
+  // The leader's messages begin anew, behind the tokens that Read() has passed on.
+  void Replay() { prompt_logprobs_.Clear(); }
+
   // The last message of a sample that is not finished.
   void Abort(v1::GenerateResponse& message);
 

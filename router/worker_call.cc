@@ -81,7 +81,8 @@ void WorkerCall::OnGenerateEnd(const absl::Status& status) {
   } else if (ConnectionLost(reason)) {
     reason = RankLost(lease_, std::string(reason.message()));
   }
-  if (const std::string why = ReasonOf(reason); why == kReasonNotReady || why == kReasonDraining) {
+  if (const std::string why = ReasonOf(reason);
+      why == kReasonNotReady || why == kReasonDraining || why == kReasonRankLost) {
     lease_.link().ReportNotReady(lease_.snapshot().epoch);
   }
   End(std::move(reason));

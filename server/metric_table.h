@@ -128,6 +128,8 @@ inline constexpr GaugeSpec kRouterQueuedRequests = {
     "Requests that wait, by stage: tokenize (for a thread), place (for a group to be ready)"};
 inline constexpr CounterSpec kRouterRetries = {
     "weft_router_retries_total", "Requests placed again after a group could not take them"};
+inline constexpr CounterSpec kRouterReplays = {
+    "weft_router_replays_total", "Samples that went on elsewhere after their group was lost"};
 inline constexpr CounterSpec kRouterPlacements = {"weft_router_placements_total",
                                                   "Requests given to a group, by group"};
 inline constexpr GaugeSpec kRouterGroups = {"weft_router_groups", "Groups behind the router"};

@@ -36,6 +36,7 @@ constexpr std::string_view kNames[] = {
     "--max-requests",
     "--max-queued-requests",
     "--max-attempts",
+    "--max-replays",
     "--max-stream-buffer-bytes",
     "--queue-timeout",
     "--drain-timeout",
@@ -94,6 +95,9 @@ void RouterFlags::AddRequestLimitsTo(OptionParser& parser) {
   parser.Add("--max-attempts", &max_attempts,
              "Groups that may refuse a request as not ready or draining before it fails",
              Range(1, 1000));
+  parser.Add("--max-replays", &max_replays,
+             "Groups that a request may lose, each time going on elsewhere, before it fails",
+             Range(0, 1000));
   parser.AddBytes("--max-stream-buffer-bytes", &max_stream_buffer_bytes,
                   "What a slow reader may leave in the router before it loses its stream");
   parser.Add("--queue-timeout", &queue_timeout, "How long a request waits for a group to be ready");

@@ -37,6 +37,7 @@ struct RouterFlags {
   std::int32_t max_requests = 16384;
   std::int32_t max_queued_requests = 1024;
   std::int32_t max_attempts = 3;
+  std::int32_t max_replays = 3;
   std::int64_t max_stream_buffer_bytes = std::int64_t{1} << 20;
   absl::Duration queue_timeout = absl::Seconds(30);
   absl::Duration drain_timeout = absl::Seconds(30);

@@ -30,7 +30,7 @@ struct GenerateCalls::Table {
 // Tokens from the engine thread into the stream.
 class GenerateCalls::Call final : public TokenSink {
  public:
-  Call(std::shared_ptr<Table> table, Leader& leader, std::string request_id, std::uint32_t attempt)
+  Call(std::shared_ptr<Table> table, Leader& leader, std::string request_id, std::uint64_t attempt)
       : request_id(std::move(request_id)),
         attempt(attempt),
         table_(std::move(table)),
@@ -82,7 +82,7 @@ class GenerateCalls::Call final : public TokenSink {
   }
 
   const std::string request_id;
-  const std::uint32_t attempt;
+  const std::uint64_t attempt;
 
  private:
   const std::shared_ptr<Table> table_;
@@ -121,7 +121,7 @@ GenerateCalls::GenerateCalls(std::int64_t max_stream_buffer_bytes)
 GenerateCalls::~GenerateCalls() = default;
 
 grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* GenerateCalls::Start(
-    Leader& leader, const std::string& request_id, std::uint32_t attempt, EngineRequest request) {
+    Leader& leader, const std::string& request_id, std::uint64_t attempt, EngineRequest request) {
   const auto call = std::make_shared<Call>(table_, leader, request_id, attempt);
   // Lives as long as the stream's writer.
   table_->num_open_streams.fetch_add(1);

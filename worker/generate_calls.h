@@ -29,7 +29,7 @@ class GenerateCalls {
   // attempt ends with ABORTED. ALREADY_EXISTS on the stream when the same or a newer attempt runs;
   // an empty request_id is nobody's. Everything else that is wrong is Leader::Submit()'s.
   grpc::ServerWriteReactor<Response>* Start(Leader& leader, const std::string& request_id,
-                                            std::uint32_t attempt, EngineRequest request);
+                                            std::uint64_t attempt, EngineRequest request);
   // A stream that says no more than `status`.
   static grpc::ServerWriteReactor<Response>* Refuse(const absl::Status& status);
 

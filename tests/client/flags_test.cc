@@ -81,6 +81,7 @@ const std::vector<std::string> kEveryRouterFlag = {
     "--max-stop-token-ids=5",
     "--max-queued-requests=6",
     "--max-attempts=4",
+    "--max-replays=2",
     "--max-stream-buffer-bytes=2048",
     "--queue-timeout=1s",
     "--drain-timeout=2s",

@@ -131,6 +131,27 @@ def test_chat_tokenize_detokenize_and_model_info(api):
 
 # --- Samples, resuming, aborting.
 
+def test_min_tokens_holds_off_what_ends_the_output(api):
+    ids = PROMPT["greedy"]
+    at = next(i for i in range(2, 20) if ids[i] not in ids[:i])
+    ended = joined(api.generate(**greedy(stop_token_ids=[ids[at]])))
+    assert ended[0] == ids[:at + 1] and ended[2].finish_reason == STOP
+    held = joined(api.generate(**greedy(stop_token_ids=[ids[at]], min_tokens=30)))
+    assert held[0][:at] == ids[:at] and len(held[0]) >= 30 and ids[at] not in held[0][:30]
+
+
+def test_a_request_id_is_free_again_at_once(api):
+    for cut in (1, 2, 5) * 5:
+        stream = api.call("Generate", {"request_id": "again", **greedy(470)})
+        for _ in range(cut):
+            next(stream)
+        api.call("Abort", {"request_id": "again"})
+        assert list(stream)[-1].finish_reason == ABORTED
+        assert joined(api.generate(request_id="again", **greedy(8)))[0] == PROMPT["greedy"][:8]
+        stopped = joined(api.generate(request_id="again", **greedy(470, stop=["e"])))
+        assert stopped[2].finish_reason == STOP
+
+
 def test_samples_are_independent_and_reproducible(api):
     sampling = {"temperature": 1, "max_tokens": 20, "ignore_eos": True, "seed": 5}
     prompt = {"token_ids": {"ids": PROMPT["ids"]}}

@@ -12,7 +12,7 @@ from cluster import BIN, ENV, ROOT, Cluster, alive, children, golden_dir, leaked
 
 # The tiny model would be done before a signal reaches it: where time matters it is the real one.
 SMOLLM2 = ROOT / "models/smollm2-135m-instruct"
-FLAGS = ["-tp", 2, "-dcp", 2, "--max-model-len=4K", "--kv-cache-memory-bytes=128MiB"]
+FLAGS = ["-tp", 2, "-dcp", 2, "--max-model-len=4K", "--kv-cache-memory-bytes=128MiB", "--max-replays=0"]
 RECOVERY_SECONDS = 30  # to load again; the law's 5 s is about streams, checked below
 
 

@@ -104,7 +104,8 @@ def start_group(hosts, model, *flags):
     flags = ["--model", model, "-tp", 2, "-dcp", 2, *flags]
     hosts.keep_running(0, "weft-worker", *flags, "--rank=0", f"--listen={LEADER}:50052")
     hosts.keep_running(1, "weft-worker", *flags, "--rank=1", f"--leader-address={LEADER}:50052")
-    hosts.keep_running(0, "weft-router", "--model", model, f"--groups={LEADER}:50052", f"--listen={LEADER}:50051")
+    hosts.keep_running(0, "weft-router", "--model", model, f"--groups={LEADER}:50052", f"--listen={LEADER}:50051",
+                       "--max-replays=0")
     return hosts.wait_ready()
 
 

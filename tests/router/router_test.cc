@@ -41,7 +41,7 @@ TEST_F(RouterTest, StreamsTokensTextAndUsageInOrder) {
   for (std::size_t i = 0; i < responses.size(); ++i) {
     tokens += responses[i].token_ids_size();
     EXPECT_EQ(responses[i].seq(), i);
-    EXPECT_EQ(responses[i].request_id(), call->request().request_id());
+    EXPECT_EQ("0:" + responses[i].request_id(), call->request().request_id());
     EXPECT_EQ(responses[i].usage().prompt_tokens(), 3);
     EXPECT_EQ(responses[i].usage().completion_tokens(), tokens);
     EXPECT_EQ(responses[i].prompt_token_ids().empty(), i > 0);
@@ -76,7 +76,7 @@ TEST_F(RouterTest, PassesSamplingOnAndDrawsWhatIsAbsent) {
   request.mutable_sampling()->add_stop_token_ids(5);
   const auto given = Send(request);
   const auto given_call = worker().TakeCall();
-  EXPECT_EQ(given_call->request().request_id(), "mine");
+  EXPECT_EQ(given_call->request().request_id(), "0:mine");
   EXPECT_THAT(given_call->request().prompt_token_ids(), ElementsAre(7));
   EXPECT_EQ(given_call->request().sampling().SerializeAsString(),
             request.sampling().SerializeAsString());
@@ -118,6 +118,7 @@ TEST_F(RouterTest, DeadlineReachesTheLeader) {
 }
 
 TEST_F(RouterTest, LostGroupEndsItsStreamsAndIsFoundAgain) {
+  context_.max_replays = 0;
   StartOne();
   std::vector<std::unique_ptr<Stream>> streams;
   for (int i = 0; i < 3; ++i) {
@@ -140,6 +141,7 @@ TEST_F(RouterTest, LostGroupEndsItsStreamsAndIsFoundAgain) {
 }
 
 TEST_F(RouterTest, SilentGroupIsLost) {
+  context_.max_replays = 0;
   StartOne({.link = {.heartbeat_timeout = std::chrono::milliseconds(500)}});
   const auto stream = Send(TextRequest("x"));
   const auto call = worker().TakeCall();
@@ -151,6 +153,7 @@ TEST_F(RouterTest, SilentGroupIsLost) {
 }
 
 TEST_F(RouterTest, LossOfOneGroupLeavesTheOthersAlone) {
+  context_.max_replays = 0;
   StartSeveral(2);
   FakeWorker& a = worker(0);
   FakeWorker& b = worker(1);

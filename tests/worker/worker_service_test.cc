@@ -84,7 +84,7 @@ class WorkerServiceTest : public ::testing::Test {
     server_.reset();
   }
 
-  static v1::WorkerGenerateRequest Request(const std::string& id, std::uint32_t attempt,
+  static v1::WorkerGenerateRequest Request(const std::string& id, std::uint64_t attempt,
                                            std::int32_t max_tokens) {
     v1::WorkerGenerateRequest request;
     request.set_request_id(id);
@@ -161,7 +161,7 @@ TEST_F(WorkerServiceTest, ANewerAttemptEndsAnOlderOneThatStillRuns) {
   Response response;
   Call first(*stub_, Request("a", 1, 490));
   ASSERT_TRUE(first.Read(response));
-  for (std::uint32_t attempt : {0, 1}) {
+  for (std::uint64_t attempt : {0, 1}) {
     const grpc::Status status = Call(*stub_, Request("a", attempt, 4)).Finish();
     EXPECT_EQ(status.error_code(), grpc::ALREADY_EXISTS);
     EXPECT_THAT(status.error_message(), HasSubstr("request a runs here as attempt 1"));
@@ -198,7 +198,7 @@ TEST_F(WorkerServiceTest, RacingAttemptsLeaveNothingBehind) {
   std::atomic<int> ok{0};
   for (int t = 0; t < 8; ++t) {
     threads.emplace_back([&, t] {
-      for (std::uint32_t attempt = 0; attempt < 20; ++attempt) {
+      for (std::uint64_t attempt = 0; attempt < 20; ++attempt) {
         const grpc::Status status =
             Call(*stub_, Request(t % 2 == 0 ? "even" : "odd", attempt, 30)).Finish();
         ok += status.ok();
