@@ -18,6 +18,7 @@ for argument in "$@"; do
 done
 
 scripts/setup.sh
+scripts/setup_deploy.sh
 scripts/fetch_model.sh
 scripts/fetch_model.sh --dtype float32 models/smollm2-135m-instruct-fp32
 
