@@ -57,6 +57,23 @@ void Leader::Cancel(RequestId id) {
   inbox_.Wake();
 }
 
+void Leader::ContinueKv(RequestId id, std::optional<std::int32_t> first_token,
+                        std::string failure) {
+  {
+    MutexLock lock(mutex_);
+    kv_continuations_.push_back({id, first_token, std::move(failure)});
+  }
+  inbox_.Wake();
+}
+
+void Leader::OnKvReport(KvReport report) {
+  {
+    MutexLock lock(mutex_);
+    kv_reports_.push_back(std::move(report));
+  }
+  inbox_.Wake();
+}
+
 void Leader::Stop() {
   {
     MutexLock lock(mutex_);
@@ -94,9 +111,17 @@ void Leader::HandleInbox(std::vector<Message>& inbox) {
   }
   // After the adds: a request is handed over before anyone can cancel it.
   std::vector<RequestId> cancelled;
+  std::vector<KvContinuation> continuations;
+  std::vector<KvReport> reports;
   {
     MutexLock lock(mutex_);
     cancelled.swap(cancelled_);
+    continuations.swap(kv_continuations_);
+    reports.swap(kv_reports_);
+  }
+  for (const KvReport& report : reports) engine_->OnKvReport(report);
+  for (KvContinuation& next : continuations) {
+    engine_->ContinueKv(next.id, next.first_token, std::move(next.failure));
   }
   for (RequestId id : cancelled) engine_->Cancel(id);
 }

@@ -49,6 +49,10 @@ class Leader {
   // sinks may call it.
   void Cancel(RequestId id);
 
+  // As Engine's; they never wait.
+  void ContinueKv(RequestId id, std::optional<std::int32_t> first_token, std::string failure);
+  void OnKvReport(KvReport report);
+
   // Runs plans on `rank` until Stop() (OK) or an error of the group. Then no request makes
   // progress any more.
   absl::Status RunExecutor(Rank& rank);
@@ -96,6 +100,13 @@ class Leader {
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<RequestId> cancelled_ ABSL_GUARDED_BY(mutex_);
+  struct KvContinuation {
+    RequestId id{};
+    std::optional<std::int32_t> first_token;
+    std::string failure;
+  };
+  std::vector<KvContinuation> kv_continuations_ ABSL_GUARDED_BY(mutex_);
+  std::vector<KvReport> kv_reports_ ABSL_GUARDED_BY(mutex_);
   StepPlan
       plans_[2];  // slot step % 2: the engine writes before it counts, the executor reads after
   std::uint64_t planned_ ABSL_GUARDED_BY(mutex_) = 0;   // plans handed over

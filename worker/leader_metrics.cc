@@ -25,7 +25,8 @@ LeaderMetrics::LeaderMetrics(MetricRegistry& registry)
       stopped_(Ended(registry, "stop")),
       length_(Ended(registry, "length")),
       aborted_(Ended(registry, "abort")),
-      failed_(Ended(registry, "error")) {}
+      failed_(Ended(registry, "error")),
+      handed_off_(Ended(registry, "handoff")) {}
 
 void LeaderMetrics::OnStep(std::int32_t num_tokens) { iteration_tokens_.Observe(num_tokens); }
 
@@ -66,6 +67,9 @@ void LeaderMetrics::OnEnd(const RequestTimes& request, absl::Time admitted, Fini
     case FinishReason::kAborted:
     case FinishReason::kDeadline:
       aborted_.Increment();
+      break;
+    case FinishReason::kHandedOff:
+      handed_off_.Increment();
       break;
     case FinishReason::kNone:
     case FinishReason::kError:

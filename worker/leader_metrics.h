@@ -45,6 +45,7 @@ class LeaderMetrics {
   prometheus::Counter& length_;
   prometheus::Counter& aborted_;
   prometheus::Counter& failed_;
+  prometheus::Counter& handed_off_;  // the prompt's KV went to another group
 };
 
 }  // namespace weft

@@ -75,14 +75,21 @@ Rank::Rank(const RankModel& model, const GroupAgreement& agreement, const RankOp
 absl::StatusOr<std::unique_ptr<Rank>> Rank::Start(const RankModel& model,
                                                   const GroupAgreement& agreement,
                                                   const RankOptions& options, Fabric& fabric,
-                                                  kernels::Stream& stream, Progress& progress) {
+                                                  kernels::Stream& stream, Progress& progress,
+                                                  std::unique_ptr<KvTransferSetup> kv) {
   std::unique_ptr<Rank> rank(new Rank(model, agreement, options, fabric, progress));
   ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> meeting, rank->Connect());
   ASSIGN_OR_RETURN(rank->cache_, KvCache::Create(model.kv_shape, agreement.num_blocks));
-  ASSIGN_OR_RETURN(
-      rank->runner_,
-      RankRunner::Create(model.config, model.layout, model.weights, rank->cache_, *rank->world_,
-                         *rank->dcp_, RunnerOptionsOf(agreement, options, progress), stream));
+  RunnerOptions runner_options = RunnerOptionsOf(agreement, options, progress);
+  if (kv != nullptr) {
+    rank->kv_mover_ =
+        std::make_unique<KvMover>(std::move(kv->fabric), KvRankOf(model, rank->cache_), kv->options,
+                                  std::move(kv->on_report));
+    runner_options.observer = rank->kv_mover_.get();
+  }
+  ASSIGN_OR_RETURN(rank->runner_,
+                   RankRunner::Create(model.config, model.layout, model.weights, rank->cache_,
+                                      *rank->world_, *rank->dcp_, runner_options, stream));
   RETURN_IF_ERROR(rank->MeetOthers(*meeting, stream));
   return rank;
 }

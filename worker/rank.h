@@ -18,6 +18,7 @@
 #include "worker/model/kv_cache.h"
 #include "worker/model/rank_model.h"
 #include "worker/model/rank_runner.h"
+#include "worker/transfer/kv_mover.h"
 
 namespace weft {
 
@@ -82,6 +83,13 @@ struct RankOptions {
   bool gather_all_logits = false;  // see RunnerOptions
 };
 
+// What a rank needs that exchanges KV with other groups.
+struct KvTransferSetup {
+  std::unique_ptr<Fabric> fabric;  // of its own
+  KvMoverOptions options;
+  KvMover::OnReport on_report;
+};
+
 // One rank at work: connected to the others, with KV and a runner. The leader (rank 0) runs plans
 // given to RunStep(), which sends them to the followers; those sit in Follow().
 //
@@ -94,7 +102,8 @@ class Rank {
   static absl::StatusOr<std::unique_ptr<Rank>> Start(const RankModel& model,
                                                      const GroupAgreement& agreement,
                                                      const RankOptions& options, Fabric& fabric,
-                                                     kernels::Stream& stream, Progress& progress);
+                                                     kernels::Stream& stream, Progress& progress,
+                                                     std::unique_ptr<KvTransferSetup> kv = nullptr);
 
   // Leader: runs one step on all ranks. The result is valid until the next call. An error ends the
   // group.
@@ -111,6 +120,8 @@ class Rank {
   }
   // Any thread.
   RankCounters counters() const;
+  // Null without KvTransferSetup. For its counters.
+  const KvMover* kv_mover() const { return kv_mover_.get(); }
 
  private:
   Rank(const RankModel& model, const GroupAgreement& agreement, const RankOptions& options,
@@ -134,6 +145,7 @@ class Rank {
   std::unique_ptr<Communicator> world_;
   std::unique_ptr<Communicator> dcp_;
   KvCache cache_;
+  std::unique_ptr<KvMover> kv_mover_;  // ends before cache_
   std::unique_ptr<RankRunner> runner_;
 
   std::vector<std::int32_t> previous_tokens_;

@@ -62,6 +62,10 @@ absl::StatusOr<std::unique_ptr<LocalGroup>> LocalGroup::Start(const LocalGroupOp
     group->models_.push_back(std::move(model));
     group->fabrics_.push_back(MakeLocalFabric(fmt::format("rank{}", r)));
     group->agreement_.fabric_addresses.push_back(group->fabrics_.back()->LocalAddress());
+    group->kv_fabrics_.push_back(options.kv.has_value() ? MakeLocalFabric("kv") : nullptr);
+    if (options.kv.has_value()) {
+      group->kv_addresses_.push_back(group->kv_fabrics_.back()->LocalAddress());
+    }
   }
   std::int32_t blocks = group->models_[0].num_blocks;
   for (const RankModel& model : group->models_) blocks = std::min(blocks, model.num_blocks);
@@ -76,6 +80,8 @@ absl::StatusOr<std::unique_ptr<LocalGroup>> LocalGroup::Start(const LocalGroupOp
                                    .max_num_batched_tokens = options.model.max_num_batched_tokens,
                                    .vocab_size = group->models_[0].config.vocab_size,
                                    .async_scheduling = options.async_scheduling,
+                                   .num_ranks = tp,
+                                   .kv_lease = options.kv_lease,
                                    .force_preemption_every = options.force_preemption_every}));
   group->leader_ = std::make_unique<Leader>(std::move(engine), 1024);
 
@@ -84,20 +90,33 @@ absl::StatusOr<std::unique_ptr<LocalGroup>> LocalGroup::Start(const LocalGroupOp
   rank_options.max_num_batched_tokens = options.model.max_num_batched_tokens;
   rank_options.exchange = options.model.exchange;
   for (std::int32_t r = 0; r < tp; ++r) {
-    group->threads_.emplace_back([g = group.get(), r, rank_options, drive = options.drive] {
-      absl::Status status;
-      auto rank = Rank::Start(g->models_[r], g->agreement_, rank_options, *g->fabrics_[r],
-                              *g->streams_[r], *g->progress_[r]);
-      if (!rank.ok()) {
-        status = rank.status();
-      } else if (r > 0) {
-        status = (*rank)->Follow(g->stop_);
-      } else {
-        status = drive ? drive(**rank) : g->leader_->RunExecutor(**rank);
-      }
-      MutexLock lock(g->mutex_);
-      g->status_.Update(status);
-    });
+    group->threads_.emplace_back(
+        [g = group.get(), r, rank_options, drive = options.drive, kv_options = options.kv] {
+          absl::Status status;
+          std::unique_ptr<KvTransferSetup> kv;
+          if (kv_options.has_value()) {
+            kv = std::make_unique<KvTransferSetup>(KvTransferSetup{
+                .fabric = std::move(g->kv_fabrics_[r]),
+                .options = *kv_options,
+                .on_report = [g](const KvReport& report) { g->leader_->OnKvReport(report); }});
+          }
+          auto rank = Rank::Start(g->models_[r], g->agreement_, rank_options, *g->fabrics_[r],
+                                  *g->streams_[r], *g->progress_[r], std::move(kv));
+          if (rank.ok() && kv_options.has_value()) {
+            MutexLock lock(g->mutex_);
+            g->kv_movers_.push_back((*rank)->kv_mover());
+          }
+          if (!rank.ok()) {
+            status = rank.status();
+          } else if (r > 0) {
+            status = (*rank)->Follow(g->stop_);
+          } else {
+            status = drive ? drive(**rank) : g->leader_->RunExecutor(**rank);
+          }
+          MutexLock lock(g->mutex_);
+          g->kv_movers_.clear();
+          g->status_.Update(status);
+        });
   }
   return group;
 }
@@ -115,6 +134,22 @@ LocalGroup::~LocalGroup() {
 absl::Status LocalGroup::status() const {
   MutexLock lock(mutex_);
   return status_;
+}
+
+KvCounters LocalGroup::kv_counters() const {
+  KvCounters sum;
+  MutexLock lock(mutex_);
+  for (const KvMover* mover : kv_movers_) {
+    const KvCounters one = mover->counters();
+    sum.sent_bytes += one.sent_bytes;
+    sum.overlapped_bytes += one.overlapped_bytes;
+    sum.received_bytes += one.received_bytes;
+    sum.dropped_messages += one.dropped_messages;
+    sum.failed += one.failed;
+    sum.sending += one.sending;
+    sum.receiving += one.receiving;
+  }
+  return sum;
 }
 
 std::vector<Completion> LocalGroup::Generate(std::vector<EngineRequest> requests) {

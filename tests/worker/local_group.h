@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +21,8 @@ struct LocalGroupOptions {
   bool async_scheduling = true;
   std::int32_t force_preemption_every = 0;
   int threads_per_rank = 1;
+  std::optional<KvMoverOptions> kv;  // exchanges KV with other groups
+  absl::Duration kv_lease = absl::Seconds(30);
   // Runs on rank 0's thread instead of the leader's plans, which then must not be asked for any.
   std::function<absl::Status(Rank& rank)> drive;
 };
@@ -49,6 +52,10 @@ class LocalGroup {
   Leader& leader() { return *leader_; }
   const RankModel& model(int rank) const { return models_[rank]; }
   std::int64_t max_model_len() const { return agreement_.max_model_len; }
+  // With `kv`: where its ranks take KV.
+  const std::vector<std::string>& kv_addresses() const { return kv_addresses_; }
+  // Of all ranks together.
+  KvCounters kv_counters() const;
   // What ended the group, OK while it runs.
   absl::Status status() const;
 
@@ -58,6 +65,8 @@ class LocalGroup {
   GroupAgreement agreement_;
   std::vector<RankModel> models_;
   std::vector<std::unique_ptr<Fabric>> fabrics_;
+  std::vector<std::unique_ptr<Fabric>> kv_fabrics_;  // until the ranks take them
+  std::vector<std::string> kv_addresses_;
   std::vector<std::unique_ptr<kernels::CpuStream>> streams_;
   std::vector<std::unique_ptr<Progress>> progress_;
   std::unique_ptr<Leader> leader_;
@@ -65,6 +74,7 @@ class LocalGroup {
   std::vector<std::thread> threads_;
   mutable Mutex mutex_;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  std::vector<const KvMover*> kv_movers_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace weft

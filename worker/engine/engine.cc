@@ -46,6 +46,16 @@ absl::Status CheckOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
+std::unique_ptr<KvHandoff> MakeHandoff(const EngineRequest& request) {
+  if (request.kv_transfer == 0) return nullptr;
+  auto kv = std::make_unique<KvHandoff>();
+  kv->sends = request.kv_target != nullptr;
+  kv->transfer = request.kv_transfer;
+  kv->target = request.kv_target;
+  kv->first_position = request.kv_first_position;
+  return kv;
+}
+
 class EngineImpl final : public Engine {
  public:
   explicit EngineImpl(const EngineOptions& options) : options_(options), scheduler_(options) {}
@@ -53,12 +63,13 @@ class EngineImpl final : public Engine {
   absl::Status Add(EngineRequest request, absl::Time now) override;
   const EngineOptions& options() const override { return options_; }
   void Cancel(RequestId id) override { cancelled_.push_back(id); }
+  void ContinueKv(RequestId id, std::optional<std::int32_t> first_token,
+                  std::string failure) override;
+  void OnKvReport(const KvReport& report) override;
   const StepPlan* Step(absl::Time now, std::optional<StepResult> result) override;
   absl::Span<const TokenEvent> TakeEvents() override;
   absl::Time NextDeadline() const override;
-  bool HasWork() const override {
-    return num_in_flight_ == 0 && (!requests_.empty() || !events_.empty());
-  }
+  bool HasWork() const override;
   EngineStats Stats() const override;
   void GetKvLengths(std::vector<std::int64_t>& lengths) const override;
 
@@ -86,6 +97,15 @@ class EngineImpl final : public Engine {
   void RemoveCancelledAndExpired(absl::Time now);
   void Finish(Sequence& sequence, TokenEvent event);
 
+  // Who receives goes on by itself.
+  void EndReceive(Sequence& sequence, const std::string& failure);
+  // These two do nothing as long as something is missing.
+  void FinishReceive(Sequence& sequence);
+  void FinishSend(Sequence& sequence);
+  void TakeFirstToken(Sequence& sequence, std::int32_t token_id);
+  void FailKv(Sequence& sequence, const std::string& why);
+  void CheckLeases(absl::Time now);
+
   const EngineOptions options_;
   Scheduler scheduler_;
   // Destroyed before the scheduler, whose blocks they hold.
@@ -93,6 +113,7 @@ class EngineImpl final : public Engine {
   absl::btree_set<std::pair<absl::Time, RequestId>> deadlines_;  // the finite ones
   std::vector<RequestId> cancelled_;
   std::uint64_t num_arrivals_ = 0;
+  absl::Time next_lease_end_ = absl::InfiniteFuture();
 
   StepPlan plan_;
   std::uint64_t last_step_ = 0;
@@ -116,6 +137,7 @@ absl::Status EngineImpl::Add(EngineRequest request, absl::Time /*now*/) {
                     options_.max_num_waiting));
   }
   const std::vector<std::int32_t> resumed = std::move(request.resume_token_ids);
+  std::unique_ptr<KvHandoff> kv = MakeHandoff(request);
   auto sequence =
       std::make_unique<Sequence>(std::move(request), ++num_arrivals_, options_.max_model_len);
   if (!resumed.empty()) sequence->scored = sequence->score_end;
@@ -126,6 +148,10 @@ absl::Status EngineImpl::Add(EngineRequest request, absl::Time /*now*/) {
       return absl::OkStatus();
     }
   }
+  if (kv != nullptr && kv->sends) {
+    kv->max_length = std::exchange(sequence->max_length, sequence->length() + 1);
+  }
+  sequence->kv = std::move(kv);
   if (sequence->deadline != absl::InfiniteFuture()) {
     deadlines_.insert({sequence->deadline, sequence->id});
   }
@@ -137,6 +163,7 @@ absl::Status EngineImpl::Add(EngineRequest request, absl::Time /*now*/) {
 const StepPlan* EngineImpl::Step(absl::Time now, std::optional<StepResult> result) {
   if (result.has_value()) Commit(*result);
   RemoveCancelledAndExpired(now);
+  CheckLeases(now);
   if (num_in_flight_ >= (options_.async_scheduling ? 2 : 1)) return nullptr;
 
   plan_.Clear();
@@ -146,7 +173,7 @@ const StepPlan* EngineImpl::Step(absl::Time now, std::optional<StepResult> resul
   for (Sequence* sequence : scheduler_.running()) {
     sequence->admitted = std::min(sequence->admitted, now);
   }
-  if (plan_.sequences.empty()) return nullptr;
+  if (plan_.sequences.empty() && plan_.kv_ops.empty()) return nullptr;
 
   last_step_ = plan_.step;
   StepInFlight& step = in_flight_[num_in_flight_++];
@@ -220,13 +247,123 @@ void EngineImpl::AcceptToken(Sequence& sequence, std::int32_t token_id,
   TokenEvent event{.id = sequence.id,
                    .token_id = token_id,
                    .finish = sequence.Append(token_id),
-                   .num_preemptions = sequence.num_preemptions};
+                   .num_preemptions = sequence.num_preemptions,
+                   .output_index = sequence.num_output() - 1};
   if (logprobs != nullptr) event.logprobs = std::move(*logprobs);
+  if (sequence.kv != nullptr && event.finish == FinishReason::kLength &&
+      sequence.length() < sequence.kv->max_length) {
+    event.finish = FinishReason::kNone;  // it goes on elsewhere
+    sequence.kv->first_token = token_id;
+    events_.push_back(std::move(event));
+    FinishSend(sequence);
+    return;
+  }
   if (event.finish == FinishReason::kNone) {
     events_.push_back(std::move(event));
   } else {
     Finish(sequence, std::move(event));
   }
+}
+
+void EngineImpl::ContinueKv(RequestId id, std::optional<std::int32_t> first_token,
+                            std::string failure) {
+  const auto it = requests_.find(id);
+  if (it == requests_.end() || !it->second->receiving()) return;
+  Sequence& sequence = *it->second;
+  if (first_token.has_value()) sequence.kv->first_token = first_token;
+  if (!failure.empty()) return EndReceive(sequence, failure);
+  sequence.kv->renewed = true;
+  FinishReceive(sequence);
+}
+
+void EngineImpl::OnKvReport(const KvReport& report) {
+  const auto running = scheduler_.running();
+  const auto it = std::find_if(running.begin(), running.end(), [&report](const Sequence* s) {
+    return s->kv != nullptr && s->kv->transfer == report.transfer;
+  });
+  if (it == running.end()) return;
+  Sequence& sequence = **it;
+  KvHandoff& kv = *sequence.kv;
+  kv.renewed = true;
+  switch (report.kind) {
+    case KvReport::Kind::kOpened:
+      if (++kv.num_opened != options_.num_ranks) return;
+      events_.push_back({.id = sequence.id,
+                         .kv_reserved = TokenEvent::KvReserved{
+                             .transfer = kv.transfer, .first_position = kv.first_position}});
+      return;
+    case KvReport::Kind::kProgress:
+      return;
+    case KvReport::Kind::kDone:
+      ++kv.num_done;
+      return kv.sends ? FinishSend(sequence) : FinishReceive(sequence);
+    case KvReport::Kind::kFailed:
+      return FailKv(sequence, report.error);
+  }
+}
+
+void EngineImpl::FailKv(Sequence& sequence, const std::string& why) {
+  if (sequence.receiving()) return EndReceive(sequence, why);
+  Fail(sequence, absl::UnavailableError(fmt::format("the KV was not handed over: {}", why)));
+}
+
+// Everything but the event: in the blocks it has, if it has any, it is a prompt like any other.
+void EngineImpl::EndReceive(Sequence& sequence, const std::string& failure) {
+  const std::optional<std::int32_t> first_token = sequence.kv->first_token;
+  scheduler_.CloseKv(sequence);
+  events_.push_back({.id = sequence.id, .kv_failure = failure});
+  if (first_token.has_value()) TakeFirstToken(sequence, *first_token);
+}
+
+void EngineImpl::FinishReceive(Sequence& sequence) {
+  const KvHandoff& kv = *sequence.kv;
+  if (kv.num_done != options_.num_ranks || !kv.first_token.has_value()) return;
+  const std::int32_t first_token = *kv.first_token;
+  scheduler_.CloseKv(sequence);
+  sequence.num_computed = sequence.length();
+  TakeFirstToken(sequence, first_token);
+}
+
+// The client has it already.
+void EngineImpl::TakeFirstToken(Sequence& sequence, std::int32_t token_id) {
+  const FinishReason reason = sequence.Append(token_id);
+  if (reason != FinishReason::kNone) Finish(sequence, {.id = sequence.id, .finish = reason});
+}
+
+void EngineImpl::FinishSend(Sequence& sequence) {
+  if (sequence.kv->num_done != options_.num_ranks || !sequence.kv->first_token.has_value()) return;
+  Finish(sequence, {.id = sequence.id,
+                    .finish = FinishReason::kHandedOff,
+                    .num_preemptions = sequence.num_preemptions});
+}
+
+void EngineImpl::CheckLeases(absl::Time now) {
+  next_lease_end_ = absl::InfiniteFuture();
+  // From the back: who fails leaves.
+  for (std::size_t i = scheduler_.running().size(); i > 0; --i) {
+    Sequence& sequence = *scheduler_.running()[i - 1];
+    if (sequence.kv == nullptr) continue;
+    KvHandoff& kv = *sequence.kv;
+    // A prompt that is being computed is no silence.
+    if (kv.sends && !kv.first_token.has_value()) kv.renewed = true;
+    if (std::exchange(kv.renewed, false)) kv.lease_end = now + options_.kv_lease;
+    if (kv.lease_end <= now) {
+      FailKv(sequence, fmt::format("no progress for {}", absl::FormatDuration(options_.kv_lease)));
+    } else {
+      next_lease_end_ = std::min(next_lease_end_, kv.lease_end);
+    }
+  }
+}
+
+bool EngineImpl::HasWork() const {
+  if (num_in_flight_ > 0) return false;
+  if (!events_.empty() || scheduler_.HasKvOps()) return true;
+  const auto running = scheduler_.running();
+  const auto waits = [](const Sequence* s) {
+    return s->receiving() ? s->kv->opened : s->sending();
+  };
+  return static_cast<std::size_t>(std::count_if(running.begin(), running.end(), waits)) <
+         requests_.size();
 }
 
 void EngineImpl::Fail(Sequence& sequence, absl::Status error) {
@@ -269,7 +406,9 @@ absl::Span<const TokenEvent> EngineImpl::TakeEvents() {
 }
 
 absl::Time EngineImpl::NextDeadline() const {
-  return deadlines_.empty() ? absl::InfiniteFuture() : deadlines_.begin()->first;
+  const absl::Time deadline =
+      deadlines_.empty() ? absl::InfiniteFuture() : deadlines_.begin()->first;
+  return std::min(deadline, next_lease_end_);
 }
 
 EngineStats EngineImpl::Stats() const {

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "worker/engine/kv_report.h"
 #include "worker/engine/logits_params.h"
 #include "worker/engine/step_plan.h"
 
@@ -25,7 +26,9 @@ struct EngineOptions {
   std::int32_t max_num_batched_tokens = 256;  // rows of a step
   std::int32_t max_num_waiting = 1024;        // queued requests (--max-num-waiting)
   std::int32_t vocab_size = 0;
-  bool async_scheduling = true;  // plan step k+1 while k runs
+  bool async_scheduling = true;                 // plan step k+1 while k runs
+  std::int32_t num_ranks = 1;                   // that report on KV transfers
+  absl::Duration kv_lease = absl::Seconds(30);  // a transfer without progress ends
   // Test hook: preempt one more running sequence than needed every this many steps; 0 is never.
   std::int32_t force_preemption_every = 0;
 };
@@ -42,6 +45,13 @@ struct EngineRequest {
   std::shared_ptr<const LogitsParams> logits;  // null: none of it
   std::int32_t priority = 0;                   // lower is sooner, as in vLLM
   absl::Time deadline = absl::InfiniteFuture();
+
+  // With a transfer the prompt is computed by one group and the output by another. With a target
+  // this is the first: it ends with its first token, and holds its blocks until they were taken.
+  // Without one the KV of the prompt comes from there; see ContinueKv().
+  std::uint64_t kv_transfer = 0;  // 0: none
+  std::shared_ptr<const std::string> kv_target;
+  std::int64_t kv_first_position = 0;  // with a target: what is before is there
 };
 
 enum class FinishReason : std::uint8_t {
@@ -51,7 +61,8 @@ enum class FinishReason : std::uint8_t {
   kLength,
   kAborted,
   kDeadline,
-  kError
+  kError,
+  kHandedOff,  // of a request with kv_target: its KV was taken
 };
 
 // INVALID_ARGUMENT, saying what was seen and what is allowed: an empty prompt, a token id outside
@@ -71,6 +82,14 @@ struct TokenEvent {
   std::int32_t num_preemptions = 0;
   // With a finish: the Step() that planned its first rows; InfiniteFuture if there was none.
   absl::Time admitted = absl::InfiniteFuture();
+  std::int32_t output_index = 0;  // of token_id among the output, resumed tokens included
+  // Of a request that receives: what it needs is reserved on all ranks.
+  struct KvReserved {
+    std::uint64_t transfer = 0;
+    std::int64_t first_position = 0;  // what is before is here
+  };
+  std::optional<KvReserved> kv_reserved;
+  std::string kv_failure;  // likewise: why its prompt is computed here after all
 };
 
 // Results of one step: the tokens of its sampled rows, in the order of the plan. A request that got
@@ -111,6 +130,12 @@ struct EngineStats {
 // was preempted makes progress (a new token) before it can be preempted again. A single sequence
 // always fits: Create() and CheckRequest() refuse what could not. Rows with logits are at most
 // max_num_seqs in a step: a prompt with logprobs goes in chunks of what the others leave of them.
+//
+// Hand-off between groups: a request that receives is admitted as any other and holds its slot and
+// blocks; one that sends holds them until every rank's part was taken. Neither is preempted before
+// its transfer is over. A transfer that fails, or makes no progress for kv_lease, ends: who
+// receives computes the prompt itself, in the blocks it has; who sends ends with kError
+// (UNAVAILABLE).
 class Engine {
  public:
   // INVALID_ARGUMENT when a sequence of max_model_len does not fit num_blocks, or for an option out
@@ -130,6 +155,13 @@ class Engine {
 
   // Ends a request with kAborted (its event comes from the next Step()); unknown ids are ignored.
   virtual void Cancel(RequestId id) = 0;
+
+  // Lets a request that receives go on: with the first token, once the KV is there; with a
+  // `failure`, by computing its prompt. Ids that are unknown or do not wait for it are ignored.
+  virtual void ContinueKv(RequestId id, std::optional<std::int32_t> first_token,
+                          std::string failure) = 0;
+  // What a rank says of a transfer; unknown ones are ignored.
+  virtual void OnKvReport(const KvReport& report) = 0;
 
   // Takes the results of the oldest step in flight (one at most), then plans the next step if one
   // may start: at most 1 step in flight, 2 with async_scheduling. Returns the plan, valid until the

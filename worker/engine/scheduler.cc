@@ -33,12 +33,17 @@ void Scheduler::Plan(StepPlan& plan, std::vector<PlannedResults>& results) {
   if (options_.force_preemption_every > 0 && step % options_.force_preemption_every == 0) {
     if (Sequence* victim = PickVictim()) Preempt(*victim);
   }
+  for (const std::uint64_t transfer : kv_closes_) {
+    plan.kv_ops.push_back({.kind = KvOp::Kind::kClose, .transfer = transfer});
+  }
+  kv_closes_.clear();
   CollectCandidates();
   ScheduleDecodes(PrefillFloor(step));
   SchedulePrefills();
   ScheduleDecodes(0);  // takes what the prefills left of their floor
   for (Sequence* sequence : running_) {
     if (sequence->planned_rows > 0) Write(*sequence, plan, results);
+    if (sequence->receiving() && !sequence->kv->opened) WriteReceive(*sequence, plan);
   }
 }
 
@@ -46,7 +51,7 @@ void Scheduler::CollectCandidates() {
   decodes_.clear();
   prefills_.clear();
   for (Sequence* sequence : running_) {
-    if (sequence->ending()) continue;
+    if (sequence->ending() || sequence->receiving()) continue;
     (sequence->num_remaining() == 1 ? decodes_ : prefills_).push_back(sequence);
   }
   const auto turn = std::find_if(decodes_.begin(), decodes_.end(), [this](const Sequence* decode) {
@@ -85,7 +90,7 @@ void Scheduler::SchedulePrefills() {
       if (sequence == nullptr || head->key < sequence->key) {
         // First come, first served: when the head does not fit, nobody behind it is tried.
         admitting = Admit(*head);
-        if (!admitting) continue;
+        if (!admitting || head->receiving()) continue;
         sequence = head;
       }
     }
@@ -109,7 +114,8 @@ void Scheduler::Reserve(Sequence& sequence, std::int32_t num_rows) {
 // never run out. Alone it needs no reserve: the engine refused what could not fit by itself.
 bool Scheduler::Admit(Sequence& sequence) {
   if (free_slots_.empty()) return false;
-  const std::int32_t needed = BlocksFor(sequence.length());
+  // Who receives may get a token more before it has to compute after all.
+  const std::int32_t needed = BlocksFor(sequence.length() + (sequence.receiving() ? 1 : 0));
   const std::int32_t reserve = running_.empty() ? 0 : 1 + options_.num_blocks / 100;
   if (blocks_.num_free() < needed + reserve) return false;
 
@@ -139,7 +145,7 @@ bool Scheduler::MakeRoomForNextRow(Sequence& sequence) {
       return true;
     }
     for (const Sequence* other : running_) {
-      if (other->ending()) return false;
+      if (other->ending() && !other->sending()) return false;
     }
     Sequence* victim = PickVictim();
     // Whoever needs a block has had a token since it was admitted, so it may be the victim itself.
@@ -153,7 +159,7 @@ bool Scheduler::MakeRoomForNextRow(Sequence& sequence) {
 // victim's last token and no sequence has endless ones: so all requests end.
 Sequence* Scheduler::PickVictim() const {
   for (auto it = running_.rbegin(); it != running_.rend(); ++it) {
-    if (!(*it)->must_progress && !(*it)->ending()) return *it;
+    if (!(*it)->must_progress && !(*it)->ending() && (*it)->kv == nullptr) return *it;
   }
   return nullptr;
 }
@@ -170,7 +176,14 @@ void Scheduler::Preempt(Sequence& victim) {
   waiting_.insert(&victim);
 }
 
+void Scheduler::CloseKv(Sequence& sequence) {
+  if (sequence.kv == nullptr) return;
+  if (sequence.kv->opened) kv_closes_.push_back(sequence.kv->transfer);
+  sequence.kv = nullptr;
+}
+
 void Scheduler::Release(Sequence& sequence) {
+  CloseKv(sequence);
   running_.erase(std::lower_bound(running_.begin(), running_.end(), &sequence, ByKey()));
   free_slots_.push_back(sequence.slot);
   sequence.running = false;
@@ -181,20 +194,21 @@ void Scheduler::Release(Sequence& sequence) {
   sequence.planned_rows = 0;
 }
 
-void Scheduler::WriteDeltas(Sequence& sequence, StepPlan& plan) {
+void Scheduler::WriteSampling(Sequence& sequence, StepPlan& plan) {
+  if (std::exchange(sequence.sampling_sent, true)) return;
   const std::int32_t slot = sequence.slot;
-  if (!sequence.sampling_sent) {
-    plan.sampling_deltas.push_back({.slot = slot, .params = sequence.sampling});
-    if (sequence.logits != nullptr) {
-      LogitsDelta& delta = plan.logits_deltas.emplace_back(
-          LogitsDelta{.slot = slot,
-                      .params = sequence.logits,
-                      .token_ids = sequence.token_ids,
-                      .num_prompt_tokens = static_cast<std::int32_t>(sequence.num_prompt_tokens)});
-      if (sequence.num_pending > 0) delta.token_ids.push_back(~sequence.pending_index);
-    }
-    sequence.sampling_sent = true;
-  }
+  plan.sampling_deltas.push_back({.slot = slot, .params = sequence.sampling});
+  if (sequence.logits == nullptr) return;
+  LogitsDelta& delta = plan.logits_deltas.emplace_back(
+      LogitsDelta{.slot = slot,
+                  .params = sequence.logits,
+                  .token_ids = sequence.token_ids,
+                  .num_prompt_tokens = static_cast<std::int32_t>(sequence.num_prompt_tokens)});
+  if (sequence.num_pending > 0) delta.token_ids.push_back(~sequence.pending_index);
+}
+
+void Scheduler::WriteBlocks(Sequence& sequence, StepPlan& plan) {
+  const std::int32_t slot = sequence.slot;
   const auto num_blocks = static_cast<std::int32_t>(sequence.blocks.size());
   if (num_blocks > sequence.num_sent_blocks) {
     plan.table_deltas.push_back({.slot = slot,
@@ -207,9 +221,41 @@ void Scheduler::WriteDeltas(Sequence& sequence, StepPlan& plan) {
   }
 }
 
+void Scheduler::WriteReceive(Sequence& sequence, StepPlan& plan) {
+  WriteBlocks(sequence, plan);
+  KvHandoff& kv = *sequence.kv;
+  kv.opened = true;
+  kv.first_position = sequence.num_computed;
+  plan.kv_ops.push_back({.kind = KvOp::Kind::kReceive,
+                         .slot = sequence.slot,
+                         .transfer = kv.transfer,
+                         .first_position = kv.first_position,
+                         .end_position = sequence.length()});
+}
+
+void Scheduler::WriteSend(Sequence& sequence, std::int32_t num_rows, StepPlan& plan) {
+  KvHandoff& kv = *sequence.kv;
+  if (!std::exchange(kv.opened, true)) {
+    plan.kv_ops.push_back({.kind = KvOp::Kind::kSend,
+                           .slot = sequence.slot,
+                           .transfer = kv.transfer,
+                           .first_position = kv.first_position,
+                           .end_position = kv.first_position,
+                           .target = kv.target});
+  }
+  plan.kv_ops.push_back({.kind = KvOp::Kind::kSendRows,
+                         .last = num_rows == sequence.num_remaining(),
+                         .slot = sequence.slot,
+                         .transfer = kv.transfer,
+                         .first_position = sequence.num_computed,
+                         .end_position = sequence.num_computed + num_rows});
+}
+
 void Scheduler::Write(Sequence& sequence, StepPlan& plan, std::vector<PlannedResults>& results) {
-  WriteDeltas(sequence, plan);
+  WriteSampling(sequence, plan);
+  WriteBlocks(sequence, plan);
   const std::int32_t num_rows = std::exchange(sequence.planned_rows, 0);
+  if (sequence.kv != nullptr) WriteSend(sequence, num_rows, plan);
   const bool samples = num_rows == sequence.num_remaining();
   const std::int32_t num_scored = sequence.NumScored(num_rows);
   plan.sequences.push_back({.slot = sequence.slot,

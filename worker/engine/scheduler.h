@@ -33,6 +33,10 @@ class Scheduler {
   void Enqueue(Sequence& sequence);
   // Leaves the queue, or gives back slot and blocks.
   void Remove(Sequence& sequence);
+  // The sequence's hand-off is over: the ranks will forget the transfer with the next plan.
+  void CloseKv(Sequence& sequence);
+  // That plan would have something to say.
+  bool HasKvOps() const { return !kv_closes_.empty(); }
 
   // Fills `plan` for step plan.step and `results` with what its rows with logits will bring, in
   // order. Leaves both empty when nothing can run. At most one step may be in flight, the one
@@ -59,7 +63,10 @@ class Scheduler {
   void Preempt(Sequence& victim);
   void Reserve(Sequence& sequence, std::int32_t num_rows);
   void Write(Sequence& sequence, StepPlan& plan, std::vector<PlannedResults>& results);
-  void WriteDeltas(Sequence& sequence, StepPlan& plan);
+  void WriteSampling(Sequence& sequence, StepPlan& plan);
+  void WriteBlocks(Sequence& sequence, StepPlan& plan);
+  void WriteReceive(Sequence& sequence, StepPlan& plan);
+  void WriteSend(Sequence& sequence, std::int32_t num_rows, StepPlan& plan);
   std::int32_t BlocksFor(std::int64_t num_tokens) const;
   void Release(Sequence& sequence);
 
@@ -69,6 +76,7 @@ class Scheduler {
   std::vector<Sequence*> running_;  // sorted by key
   absl::btree_set<Sequence*, ByKey> waiting_;
   QueueKey last_decode_;  // whose turn was last, when decodes do not all fit into a step
+  std::vector<std::uint64_t> kv_closes_;  // transfers to be forgotten
   std::uint64_t num_preemptions_ = 0;
   std::uint64_t prompt_tokens_ = 0;
 

@@ -9,6 +9,7 @@
 #include "absl/time/time.h"
 #include "worker/engine/block_manager.h"
 #include "worker/engine/engine.h"
+#include "worker/engine/kv_handoff.h"
 #include "worker/engine/step_plan.h"
 
 namespace weft {
@@ -41,9 +42,18 @@ struct Sequence {
   absl::Time deadline;
   absl::Time admitted = absl::InfiniteFuture();  // for the first time
   std::int32_t num_preemptions = 0;
+  std::unique_ptr<KvHandoff> kv;  // null without a hand-off, and once it is over
+
+  // Waits for the KV of its prompt: nothing is to be computed.
+  bool receiving() const { return kv != nullptr && !kv->sends; }
+  // Has computed its prompt, and waits until all of it has been taken.
+  bool sending() const { return kv != nullptr && kv->sends && ending(); }
 
   // Tokens it has or is about to get from the step in flight.
   std::int64_t length() const { return static_cast<std::int64_t>(token_ids.size()) + num_pending; }
+  std::int32_t num_output() const {
+    return static_cast<std::int32_t>(token_ids.size() - num_prompt_tokens);
+  }
   // Rows to run before the next token can be sampled; 1 is a decode.
   std::int64_t num_remaining() const { return length() - num_computed; }
   // The step in flight or the plan being made brings its last token: no more rows.

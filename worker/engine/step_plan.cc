@@ -15,13 +15,16 @@ namespace {
 
 constexpr std::uint32_t kMagic = 0x54464557;  // "WEFT"
 
-// Layout: the header, then previous_tokens, sampling_deltas, table_deltas, delta_blocks, sequences
-// and token_ids, each packed without padding.
-constexpr std::size_t kHeaderBytes = 4 + 4 + 8 + 6 * 4;
+// Layout: the header, then previous_tokens, sampling_deltas, table_deltas, delta_blocks, sequences,
+// token_ids, kv_ops and the targets of these, each packed without padding.
+constexpr std::size_t kHeaderBytes = 4 + 4 + 8 + 8 * 4;
 constexpr std::size_t kTokenBytes = 4;
 constexpr std::size_t kSamplingDeltaBytes = 4 + 4 + 4 + 4 + 4 + 8 + 4;
 constexpr std::size_t kTableDeltaBytes = 3 * 4;
 constexpr std::size_t kSequenceBytes = 4 + 4 + 8 + 4 + 4;
+constexpr std::size_t kKvOpBytes = 4 + 4 + 4 + 8 + 8 + 8 + 4;
+// A transfer that ends while another begins, for every slot, and what was cancelled meanwhile.
+constexpr std::int64_t kMaxKvOpsPerSlot = 8;
 
 template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
@@ -36,6 +39,10 @@ class Writer {
     const auto bits = std::bit_cast<Bits<T>>(value);
     for (std::size_t i = 0; i < sizeof(T); ++i) to_[i] = static_cast<std::byte>(bits >> (8 * i));
     to_ += sizeof(T);
+  }
+  void PutBytes(const std::string& bytes) {
+    std::memcpy(to_, bytes.data(), bytes.size());
+    to_ += bytes.size();
   }
   const std::byte* end() const { return to_; }
 
@@ -56,6 +63,11 @@ class Reader {
     }
     from_ += sizeof(T);
     return std::bit_cast<T>(bits);
+  }
+  std::string GetBytes(std::size_t count) {
+    std::string bytes(reinterpret_cast<const char*>(from_), count);
+    from_ += count;
+    return bytes;
   }
 
  private:
@@ -82,13 +94,16 @@ struct Header {
   std::uint32_t num_delta_blocks = 0;
   std::uint32_t num_sequences = 0;
   std::uint32_t num_tokens = 0;
+  std::uint32_t num_kv_ops = 0;
+  std::uint32_t kv_target_bytes = 0;  // of all kv_ops together
 
   std::uint64_t MessageBytes() const {
     return kHeaderBytes + kTokenBytes * std::uint64_t{num_previous_tokens} +
            kSamplingDeltaBytes * std::uint64_t{num_sampling_deltas} +
            kTableDeltaBytes * std::uint64_t{num_table_deltas} +
            kTokenBytes * std::uint64_t{num_delta_blocks} +
-           kSequenceBytes * std::uint64_t{num_sequences} + kTokenBytes * std::uint64_t{num_tokens};
+           kSequenceBytes * std::uint64_t{num_sequences} + kTokenBytes * std::uint64_t{num_tokens} +
+           kKvOpBytes * std::uint64_t{num_kv_ops} + kv_target_bytes;
   }
 };
 
@@ -114,6 +129,8 @@ absl::Status ReadHeader(absl::Span<const std::byte> message, const PlanLimits& l
   header.num_delta_blocks = reader.Get<std::uint32_t>();
   header.num_sequences = reader.Get<std::uint32_t>();
   header.num_tokens = reader.Get<std::uint32_t>();
+  header.num_kv_ops = reader.Get<std::uint32_t>();
+  header.kv_target_bytes = reader.Get<std::uint32_t>();
   if (header.step == 0)
     return absl::InvalidArgumentError("step message: step is 0; the first is 1");
   const std::int64_t max_seqs = limits.max_num_seqs;
@@ -125,6 +142,8 @@ absl::Status ReadHeader(absl::Span<const std::byte> message, const PlanLimits& l
                              max_seqs * limits.max_blocks_per_seq));
   RETURN_IF_ERROR(CheckRange("number of sequences", header.num_sequences, 0, max_seqs));
   RETURN_IF_ERROR(CheckRange("number of rows", header.num_tokens, 0, max_rows));
+  RETURN_IF_ERROR(
+      CheckRange("number of KV operations", header.num_kv_ops, 0, kMaxKvOpsPerSlot * max_seqs));
   if (message.size() != header.MessageBytes()) {
     return absl::InvalidArgumentError(fmt::format("step message: {} bytes; its counts say {}",
                                                   message.size(), header.MessageBytes()));
@@ -232,6 +251,45 @@ absl::Status ReadSequences(Reader& reader, const Header& header, const PlanLimit
   return absl::OkStatus();
 }
 
+absl::Status ReadKvOps(Reader& reader, const Header& header, const PlanLimits& limits,
+                       StepPlan& plan) {
+  std::vector<std::uint32_t> target_bytes;
+  std::uint64_t all_bytes = 0;
+  for (std::uint32_t i = 0; i < header.num_kv_ops; ++i) {
+    KvOp op;
+    const auto kind = reader.Get<std::uint32_t>();
+    RETURN_IF_ERROR(CheckRange("kind of a KV operation", kind, 0,
+                               static_cast<std::int64_t>(KvOp::Kind::kClose)));
+    op.kind = static_cast<KvOp::Kind>(kind);
+    const auto last = reader.Get<std::uint32_t>();
+    RETURN_IF_ERROR(CheckRange("last of a KV operation", last, 0, 1));
+    op.last = last == 1;
+    op.slot = reader.Get<std::int32_t>();
+    op.transfer = reader.Get<std::uint64_t>();
+    op.first_position = reader.Get<std::int64_t>();
+    op.end_position = reader.Get<std::int64_t>();
+    RETURN_IF_ERROR(CheckRange("slot of a KV operation", op.slot, 0, limits.max_num_seqs - 1));
+    RETURN_IF_ERROR(
+        CheckRange("end position of a KV operation", op.end_position, 0, limits.max_model_len));
+    RETURN_IF_ERROR(
+        CheckRange("first position of a KV operation", op.first_position, 0, op.end_position));
+    target_bytes.push_back(reader.Get<std::uint32_t>());
+    RETURN_IF_ERROR(CheckRange("bytes of a KV target", target_bytes.back(), 0, kMaxKvTargetBytes));
+    all_bytes += target_bytes.back();
+    plan.kv_ops.push_back(std::move(op));
+  }
+  if (all_bytes != header.kv_target_bytes) {
+    return absl::InvalidArgumentError(
+        fmt::format("step message: the KV targets have {} bytes; its counts say {}", all_bytes,
+                    header.kv_target_bytes));
+  }
+  for (std::uint32_t i = 0; i < header.num_kv_ops; ++i) {
+    if (target_bytes[i] == 0) continue;
+    plan.kv_ops[i].target = std::make_shared<const std::string>(reader.GetBytes(target_bytes[i]));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status ValidateSampling(const SamplingParams& params) {
@@ -277,10 +335,32 @@ void StepPlan::Clear() {
   delta_blocks.clear();
   sequences.clear();
   token_ids.clear();
+  kv_ops.clear();
 }
+
+namespace {
+
+void WriteKvOps(const std::vector<KvOp>& ops, Writer& writer) {
+  for (const KvOp& op : ops) {
+    writer.Put(static_cast<std::uint32_t>(op.kind));
+    writer.Put(std::uint32_t{op.last});
+    writer.Put(op.slot);
+    writer.Put(op.transfer);
+    writer.Put(op.first_position);
+    writer.Put(op.end_position);
+    writer.Put(static_cast<std::uint32_t>(op.target == nullptr ? 0 : op.target->size()));
+  }
+  for (const KvOp& op : ops) {
+    if (op.target != nullptr) writer.PutBytes(*op.target);
+  }
+}
+
+}  // namespace
 
 void EncodeStep(absl::Span<const std::int32_t> previous_tokens, const StepPlan& plan,
                 std::vector<std::byte>& out) {
+  std::size_t target_bytes = 0;
+  for (const KvOp& op : plan.kv_ops) target_bytes += op.target == nullptr ? 0 : op.target->size();
   const Header header = {
       .step = plan.step,
       .num_previous_tokens = static_cast<std::uint32_t>(previous_tokens.size()),
@@ -289,6 +369,8 @@ void EncodeStep(absl::Span<const std::int32_t> previous_tokens, const StepPlan& 
       .num_delta_blocks = static_cast<std::uint32_t>(plan.delta_blocks.size()),
       .num_sequences = static_cast<std::uint32_t>(plan.sequences.size()),
       .num_tokens = static_cast<std::uint32_t>(plan.token_ids.size()),
+      .num_kv_ops = static_cast<std::uint32_t>(plan.kv_ops.size()),
+      .kv_target_bytes = static_cast<std::uint32_t>(target_bytes),
   };
   out.resize(header.MessageBytes());
   Writer writer(out.data());
@@ -301,6 +383,8 @@ void EncodeStep(absl::Span<const std::int32_t> previous_tokens, const StepPlan& 
   writer.Put(header.num_delta_blocks);
   writer.Put(header.num_sequences);
   writer.Put(header.num_tokens);
+  writer.Put(header.num_kv_ops);
+  writer.Put(header.kv_target_bytes);
   for (std::int32_t token : previous_tokens) writer.Put(token);
   for (const SamplingDelta& delta : plan.sampling_deltas) {
     writer.Put(delta.slot);
@@ -325,6 +409,7 @@ void EncodeStep(absl::Span<const std::int32_t> previous_tokens, const StepPlan& 
     writer.Put(sequence.num_scored);
   }
   for (std::int32_t token : plan.token_ids) writer.Put(token);
+  WriteKvOps(plan.kv_ops, writer);
   CHECK(writer.end() == out.data() + out.size());
 }
 
@@ -339,7 +424,8 @@ absl::Status DecodeStep(absl::Span<const std::byte> message, const PlanLimits& l
   RETURN_IF_ERROR(ReadPreviousTokens(reader, header, limits, previous_tokens));
   RETURN_IF_ERROR(ReadSamplingDeltas(reader, header, limits, plan));
   RETURN_IF_ERROR(ReadTableDeltas(reader, header, limits, plan));
-  return ReadSequences(reader, header, limits, plan);
+  RETURN_IF_ERROR(ReadSequences(reader, header, limits, plan));
+  return ReadKvOps(reader, header, limits, plan);
 }
 
 }  // namespace weft

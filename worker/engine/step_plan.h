@@ -65,6 +65,27 @@ struct LogitsDelta {
   std::int32_t num_prompt_tokens = 0;
 };
 
+// What the ranks do about the KV of a sequence that goes from one group to another, before the rows
+// of the step: the order of the steps is what makes it safe. What was planned before has been run,
+// so nobody writes any more into a block that a transfer gets; what comes after kClose finds the
+// transfer forgotten, so its blocks are anyone's again.
+struct KvOp {
+  enum class Kind : std::uint8_t {
+    kReceive,   // expect [first_position, end_position) and store it in the slot's blocks
+    kSend,      // a transfer to `target` begins
+    kSendRows,  // positions [first_position, end_position) of the slot are there after this step
+    kClose,     // forget the transfer
+  };
+  Kind kind{};
+  bool last = false;  // of kSendRows: nothing follows
+  std::int32_t slot = 0;
+  std::uint64_t transfer = 0;
+  std::int64_t first_position = 0;
+  std::int64_t end_position = 0;
+  std::shared_ptr<const std::string> target;  // of kSend: a serialized v1::KvTarget
+};
+inline constexpr std::size_t kMaxKvTargetBytes = std::size_t{1} << 20;
+
 // In the place of a sampled token: the model's output was not a number; LogitsParams exclude every
 // token.
 inline constexpr std::int32_t kNotANumber = -1;
@@ -87,6 +108,7 @@ struct StepPlan {
   std::vector<std::int32_t> delta_blocks;  // BlockId values, of all table_deltas together
   std::vector<PlanSequence> sequences;
   std::vector<std::int32_t> token_ids;  // [num_rows] of all sequences together
+  std::vector<KvOp> kv_ops;             // in this order; a plan may have nothing else
 
   std::int32_t num_rows() const { return static_cast<std::int32_t>(token_ids.size()); }
   std::int32_t num_sampled_rows() const;
@@ -106,7 +128,7 @@ struct PlanLimits {
 
 // The message of one step: the previous step's sampled tokens, then the plan. Flat, little-endian;
 // starts with a magic number and kPlanVersion. `out` is overwritten and keeps its capacity.
-inline constexpr std::uint32_t kPlanVersion = 2;
+inline constexpr std::uint32_t kPlanVersion = 3;
 void EncodeStep(absl::Span<const std::int32_t> previous_tokens, const StepPlan& plan,
                 std::vector<std::byte>& out);
 

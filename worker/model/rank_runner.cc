@@ -229,6 +229,7 @@ absl::Status RankRunner::RunLayers() {
     RETURN_IF_ERROR(attention_->Run(layer, weights, step, normed_.as<float>(),
                                     layout_.rank() == 0 ? x_.as<float>() : nullptr, x_.as<float>(),
                                     stream_));
+    if (options_.observer != nullptr) options_.observer->OnLayerStored(layer);
     RETURN_IF_ERROR(world_.AllReduceSum(x_.as<float>(), x_count, DType::kFloat32, stream_));
     RETURN_IF_ERROR(RunMlp(layer));
     if (options_.progress != nullptr) options_.progress->fetch_add(1, std::memory_order_relaxed);
@@ -461,12 +462,14 @@ absl::StatusOr<StepOutput> RankRunner::Execute(const StepPlan& plan,
   logprobs_.clear();
   PrepareStep(plan, previous_tokens);
   RETURN_IF_ERROR(CheckPlanIsEverywhere(plan));
-  RETURN_IF_ERROR(RunLayers());
+  if (options_.observer != nullptr) options_.observer->OnStepBegin(plan, slots_);
+  if (plan.num_rows() > 0) RETURN_IF_ERROR(RunLayers());
   if (num_logits > 0) {
     RETURN_IF_ERROR(ComputeLogits());
     RETURN_IF_ERROR(SampleRows(plan));
   }
   RETURN_IF_ERROR(stream_.Synchronize());
+  if (options_.observer != nullptr) options_.observer->OnStepEnd();
   return StepOutput{.token_ids = sampled_tokens_, .logprobs = absl::MakeSpan(logprobs_)};
 }
 

@@ -21,6 +21,7 @@
 #include "worker/model/moe_layer.h"
 #include "worker/model/sampler.h"
 #include "worker/model/shard_layout.h"
+#include "worker/model/step_observer.h"
 #include "worker/model/step_rows.h"
 
 namespace weft {
@@ -34,6 +35,7 @@ struct RunnerOptions {
   std::atomic<std::uint64_t>* progress = nullptr;
   // Bring the logits of every row that has some to the leader, for tests against references.
   bool gather_all_logits = false;
+  StepObserver* observer = nullptr;  // may be null
 };
 
 // What a step gives, on rank 0 and valid until the next one; empty on the other ranks.

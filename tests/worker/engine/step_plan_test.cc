@@ -20,10 +20,16 @@ bool operator==(const BlockTableDelta& a, const BlockTableDelta& b) {
 bool operator==(const SamplingDelta& a, const SamplingDelta& b) {
   return a.slot == b.slot && a.params == b.params;
 }
+bool operator==(const KvOp& a, const KvOp& b) {
+  return a.kind == b.kind && a.last == b.last && a.slot == b.slot && a.transfer == b.transfer &&
+         a.first_position == b.first_position && a.end_position == b.end_position &&
+         (a.target == nullptr ? b.target == nullptr
+                              : b.target != nullptr && *a.target == *b.target);
+}
 bool operator==(const StepPlan& a, const StepPlan& b) {
   return a.step == b.step && a.sampling_deltas == b.sampling_deltas &&
          a.table_deltas == b.table_deltas && a.delta_blocks == b.delta_blocks &&
-         a.sequences == b.sequences && a.token_ids == b.token_ids;
+         a.kv_ops == b.kv_ops && a.sequences == b.sequences && a.token_ids == b.token_ids;
 }
 
 namespace {
@@ -95,6 +101,18 @@ Message RandomMessage(Random& random) {
                                     kLimits.vocab_size - 1));
     }
   }
+  for (std::int64_t i = Draw(random, 0, 3); i > 0; --i) {
+    KvOp op = {.kind = static_cast<KvOp::Kind>(Draw(random, 0, 3)),
+               .last = Draw(random, 0, 1) == 1,
+               .slot = static_cast<std::int32_t>(Draw(random, 0, kLimits.max_num_seqs - 1)),
+               .transfer = static_cast<std::uint64_t>(Draw(random, 0, std::int64_t{1} << 60))};
+    op.end_position = Draw(random, 0, kLimits.max_model_len);
+    op.first_position = Draw(random, 0, op.end_position);
+    if (op.kind == KvOp::Kind::kSend) {
+      op.target = std::make_shared<const std::string>(Draw(random, 1, 50), 'x');
+    }
+    message.plan.kv_ops.push_back(std::move(op));
+  }
   return message;
 }
 
@@ -138,10 +156,10 @@ TEST(StepPlanTest, BytesAreLittleEndianAndPacked) {
   const std::vector<std::byte> bytes = Encode(message);
   const unsigned char expected[] = {
       'W', 'E', 'F', 'T',              // magic
-      2,   0,   0,   0,                // version
+      3,   0,   0,   0,                // version
       8,   7,   6,   5,   4, 3, 2, 1,  // step
-      1,   0,   0,   0,   0, 0, 0, 0, 0, 0, 0,   0,   0,   0,
-      0,   0,   0,   0,   0, 0, 0, 0, 0, 0, 255, 255, 255, 255};  // the previous token
+      1,   0,   0,   0,   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,   0,   0,   0,
+      0,   0,   0,   0,   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 255, 255, 255, 255};  // the previous token
   ASSERT_EQ(bytes.size(), sizeof(expected));
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     EXPECT_EQ(std::to_integer<int>(bytes[i]), expected[i]) << "byte " << i;
@@ -332,7 +350,7 @@ TEST(StepPlanTest, RefusesWrongMagicVersionAndStepZero) {
   bytes[0] ^= std::byte{1};
   EXPECT_THAT(std::string(Decode(bytes, decoded).message()), HasSubstr("magic"));
   bytes = Encode(SmallMessage());
-  bytes[4] ^= std::byte{2};
+  bytes[4] ^= std::byte{3};
   EXPECT_THAT(std::string(Decode(bytes, decoded).message()), HasSubstr("version is 0"));
   Message message = SmallMessage();
   message.plan.step = 0;

@@ -1,0 +1,169 @@
+#include "worker/transfer/kv_receiver.h"
+
+#include <utility>
+
+#include "fmt/format.h"
+#include "server/base/log.h"
+#include "weft/v1/worker.pb.h"
+#include "worker/transfer/kv_routes.h"
+
+namespace weft {
+namespace {
+
+constexpr absl::Duration kReportInterval = absl::Seconds(1);
+
+}  // namespace
+
+void SendKvText(Fabric& fabric, PeerId to, KvMessage message, std::string_view text) {
+  auto bytes = std::make_shared<std::vector<std::byte>>(kKvHeaderBytes + text.size());
+  const auto* data = reinterpret_cast<const std::byte*>(text.data());
+  std::copy(data, data + text.size(), bytes->begin() + kKvHeaderBytes);
+  message.payload = absl::MakeConstSpan(*bytes).subspan(kKvHeaderBytes);
+  EncodeKvHeader(message, bytes->data());
+  const absl::Span<const std::byte> span(*bytes);
+  // Short enough for any fabric, and a dead peer is found by those who wait for it.
+  fabric.Send(to, Channel::kKv, {span}, [bytes](const absl::Status&) {}).IgnoreError();
+}
+
+void KvReceiver::Open(const KvOp& op, const SlotTable& slots, std::vector<KvReport>& reports) {
+  const ShardLayout& own = rank_.own();
+  Transfer& transfer = transfers_[op.transfer];
+  transfer.first_position = op.first_position;
+  transfer.end_position = op.end_position;
+  const std::int64_t num_blocks =
+      op.end_position == 0 ? 0 : own.BlockIndex(op.end_position - 1) + 1;
+  for (std::int64_t i = 0; i < num_blocks; ++i) transfer.table.push_back(slots.Block(op.slot, i));
+  const KvCacheShape& shape = rank_.cache->shape();
+  const std::int64_t rows = own.LocalLength(op.end_position) - own.LocalLength(op.first_position);
+  transfer.bytes_left = rows * KvRowBytes(shape, shape.num_kv_heads) * shape.num_layers;
+  reports.push_back({.transfer = op.transfer, .kind = KvReport::Kind::kOpened});
+  if (transfer.bytes_left == 0) {
+    reports.push_back({.transfer = op.transfer, .kind = KvReport::Kind::kDone});
+  }
+}
+
+std::string KvReceiver::CheckHello(const KvMessage& message, Peer& peer,
+                                   std::string& address) const {
+  v1::KvEndpoint hello;
+  if (!hello.ParseFromArray(message.payload.data(), static_cast<int>(message.payload.size())) ||
+      hello.fabric_addresses_size() != 1) {
+    return "a greeting that is none";
+  }
+  address = hello.fabric_addresses(0);
+  if (hello.format() != rank_.format) {
+    return fmt::format("the KV of the prefill group is {}; this group has {}", hello.format(),
+                       rank_.format);
+  }
+  const absl::StatusOr<ShardLayout> layout =
+      ShardLayout::Create({.tensor_parallel_size = hello.tensor_parallel_size(),
+                           .decode_context_parallel_size = hello.decode_context_parallel_size(),
+                           .block_size = hello.block_size(),
+                           .interleave = hello.cp_kv_cache_interleave_size()},
+                          rank_.heads, message.rank);
+  if (!layout.ok()) return std::string(layout.status().message());
+  peer.layout = *layout;
+  return "";
+}
+
+void KvReceiver::OnHello(const KvMessage& message) {
+  if (peers_.contains(message.connection)) return;
+  Peer peer;
+  std::string address;
+  const std::string refusal = CheckHello(message, peer, address);
+  const absl::StatusOr<PeerId> id =
+      fabric_.Connect(address, static_cast<std::uint32_t>(rank_.rank));
+  if (!id.ok()) {
+    spdlog::warn("kv: cannot answer a prefill rank: {}", std::string(id.status().message()));
+    return;
+  }
+  peer.id = *id;
+  if (!refusal.empty()) spdlog::warn("kv: refused a prefill rank: {}", refusal);
+  Answer(peer, KvMessageType::kWelcome, message, refusal);
+  peers_.emplace(message.connection, std::move(peer));
+}
+
+void KvReceiver::Answer(const Peer& peer, KvMessageType type, const KvMessage& to,
+                        std::string_view text) {
+  SendKvText(fabric_, peer.id, {.type = type, .connection = to.connection, .transfer = to.transfer},
+             text);
+}
+
+absl::Status KvReceiver::CheckRows(const KvMessage& message, const Transfer& transfer,
+                                   const ShardLayout& from) const {
+  const KvCacheShape& shape = rank_.cache->shape();
+  const IndexRange held = rank_.own().GroupKvHeads();
+  const KvRowRange& range = message.range;
+  if (range.layer >= shape.num_layers || range.heads.begin < held.begin ||
+      range.heads.end > held.end || range.first_position < transfer.first_position ||
+      range.end_position > transfer.end_position) {
+    return absl::InvalidArgumentError(fmt::format(
+        "rows of layer {}, heads {} to {}, positions {} to {}; wanted are layers below {}, heads "
+        "{} to {}, positions {} to {}",
+        range.layer, range.heads.begin, range.heads.end, range.first_position, range.end_position,
+        shape.num_layers, held.begin, held.end, transfer.first_position, transfer.end_position));
+  }
+  const std::int64_t bytes =
+      CountKvRows(from, rank_.own(), range.first_position, range.end_position) *
+      KvRowBytes(shape, range.heads.size());
+  const auto seen = static_cast<std::int64_t>(message.payload.size());
+  if (seen != bytes || bytes > transfer.bytes_left) {
+    return absl::InvalidArgumentError(fmt::format(
+        "rows of {} bytes; the range has {} and {} are missing", seen, bytes, transfer.bytes_left));
+  }
+  if ((checksum_ || message.checksum != 0) && message.checksum != KvChecksum(message.payload)) {
+    return absl::DataLossError("rows were damaged on the way: the checksum differs");
+  }
+  return absl::OkStatus();
+}
+
+void KvReceiver::OnRows(const KvMessage& message, absl::Time now, std::vector<KvReport>& reports) {
+  const auto peer = peers_.find(message.connection);
+  if (peer == peers_.end() || !peer->second.layout.has_value()) {
+    ++dropped_messages_;
+    return;
+  }
+  const auto found = transfers_.find(message.transfer);
+  if (found == transfers_.end() || found->second.failed) {
+    ++dropped_messages_;
+    Answer(peer->second, KvMessageType::kRejected, message, "");
+    return;
+  }
+  Transfer& transfer = found->second;
+  const absl::Status checked = CheckRows(message, transfer, *peer->second.layout);
+  if (!checked.ok()) {
+    transfer.failed = true;
+    ++failed_;
+    reports.push_back({.transfer = message.transfer,
+                       .kind = KvReport::Kind::kFailed,
+                       .error = std::string(checked.message())});
+    Answer(peer->second, KvMessageType::kRejected, message, "");
+    return;
+  }
+  ScatterKvRows({.cache = *rank_.cache, .layout = rank_.own(), .table = transfer.table},
+                *peer->second.layout, message.range, message.payload);
+  const auto bytes = static_cast<std::int64_t>(message.payload.size());
+  received_bytes_ += bytes;
+  transfer.bytes += bytes;
+  transfer.bytes_left -= bytes;
+  Answer(peer->second, KvMessageType::kTaken, message, "");
+  const bool done = transfer.bytes_left == 0;
+  if (!done && now - transfer.last_report < kReportInterval) return;
+  transfer.last_report = now;
+  reports.push_back({.transfer = message.transfer,
+                     .kind = done ? KvReport::Kind::kDone : KvReport::Kind::kProgress,
+                     .bytes = transfer.bytes});
+}
+
+void KvReceiver::DropDeadPeers() {
+  absl::erase_if(peers_,
+                 [this](const auto& peer) { return !fabric_.PeerStatus(peer.second.id).ok(); });
+}
+
+void KvReceiver::AddTo(KvCounters& counters) const {
+  counters.received_bytes += received_bytes_;
+  counters.dropped_messages += dropped_messages_;
+  counters.failed += failed_;
+  counters.receiving += static_cast<std::int32_t>(transfers_.size());
+}
+
+}  // namespace weft

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "worker/engine/step_plan.h"
+#include "worker/group/fabric.h"
+#include "worker/model/step_rows.h"
+#include "worker/transfer/kv_message.h"
+#include "worker/transfer/kv_rank.h"
+
+namespace weft {
+
+// Stores KV that comes from other groups in the blocks that a transfer has. Rows of a transfer that
+// is not open are dropped and counted.
+//
+// One thread at a time; what takes messages runs on the fabric's.
+class KvReceiver {
+ public:
+  KvReceiver(Fabric& fabric, const KvRank& rank, bool checksum)
+      : fabric_(fabric), rank_(rank), checksum_(checksum) {}
+
+  void Open(const KvOp& op, const SlotTable& slots, std::vector<KvReport>& reports);
+  void Close(std::uint64_t transfer) { transfers_.erase(transfer); }
+
+  // kHello and kRows; `now` is for reports of progress.
+  void OnHello(const KvMessage& message);
+  void OnRows(const KvMessage& message, absl::Time now, std::vector<KvReport>& reports);
+
+  // Forgets connections that are gone.
+  void DropDeadPeers();
+  void AddTo(KvCounters& counters) const;
+
+ private:
+  struct Transfer {
+    std::int64_t first_position = 0;
+    std::int64_t end_position = 0;
+    std::vector<std::int32_t> table;
+    std::int64_t bytes_left = 0;
+    std::int64_t bytes = 0;
+    bool failed = false;
+    absl::Time last_report;
+  };
+  struct Peer {
+    PeerId id{};
+    std::optional<ShardLayout> layout;  // none: refused
+  };
+
+  // Why the KV of a peer is refused; empty: it is not.
+  std::string CheckHello(const KvMessage& message, Peer& peer, std::string& address) const;
+  absl::Status CheckRows(const KvMessage& message, const Transfer& transfer,
+                         const ShardLayout& from) const;
+  void Answer(const Peer& peer, KvMessageType type, const KvMessage& to, std::string_view text);
+
+  Fabric& fabric_;
+  const KvRank& rank_;
+  const bool checksum_;
+  absl::flat_hash_map<std::uint64_t, Transfer> transfers_;
+  absl::flat_hash_map<std::uint64_t, Peer> peers_;  // by connection
+  std::int64_t received_bytes_ = 0;
+  std::int64_t dropped_messages_ = 0;
+  std::int64_t failed_ = 0;
+};
+
+// Sends a message whose payload is `text`, which is copied.
+void SendKvText(Fabric& fabric, PeerId to, KvMessage message, std::string_view text);
+
+}  // namespace weft
