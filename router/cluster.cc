@@ -1,11 +1,11 @@
 #include "router/cluster.h"
 
 #include <algorithm>
+#include <random>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "fmt/format.h"
-#include "router/policy.h"
 #include "router/validate.h"
 #include "server/error_reason.h"
 
@@ -16,7 +16,9 @@ constexpr std::chrono::milliseconds kTick{50};
 
 }  // namespace
 
-Cluster::Cluster(ClusterOptions options) : options_(std::move(options)) {
+Cluster::Cluster(ClusterOptions options)
+    : options_(std::move(options)),
+      policy_(options_.policy, options_.request_tokens, std::random_device()()) {
   ClusterSnapshot snapshot;
   for (std::size_t i = 0; i < options_.addresses.size(); ++i) {
     links_.push_back(std::make_shared<GroupLink>(options_.addresses[i], options_.link,
@@ -45,15 +47,22 @@ std::shared_ptr<const ClusterSnapshot> Cluster::Snapshot() const {
 
 Cluster::WaitId Cluster::NewWait() { return WaitId{next_wait_++}; }
 
-void Cluster::Place(WaitId id, std::int64_t prompt_tokens, bool admitted, PlaceHandler done) {
+void Cluster::Place(WaitId id, PlaceRequest request, PlaceHandler done) {
+  if (options_.policy == RoutingPolicy::kPrefixAware) {
+    // Before the lock, for it takes its time.
+    for (const auto& group : Snapshot()->groups) {
+      if (group->block_hash_key.empty()) continue;
+      request.prompt->Hash(group->block_hash_key, group->info.block_size());
+    }
+  }
   absl::StatusOr<GroupLease> result;
   {
     MutexLock lock(mutex_);
-    result = TryPlace(prompt_tokens);
+    result = TryPlace(request);
     if (absl::IsUnavailable(result.status()) && !stopping_) {
-      if (admitted || static_cast<std::int64_t>(waiting_.size()) < options_.max_waiting) {
-        waiting_.push_back(
-            {id, prompt_tokens, options_.link.now() + options_.queue_timeout, std::move(done)});
+      if (request.admitted || static_cast<std::int64_t>(waiting_.size()) < options_.max_waiting) {
+        waiting_.push_back({id, std::move(request), options_.link.now() + options_.queue_timeout,
+                            std::move(done)});
         return;
       }
       result =
@@ -85,7 +94,7 @@ void Cluster::OnChange(std::size_t index) {
     next.groups[index] = links_[index]->Snapshot();
     snapshot_ = std::make_shared<const ClusterSnapshot>(std::move(next));
     while (!waiting_.empty()) {
-      absl::StatusOr<GroupLease> result = TryPlace(waiting_.front().prompt_tokens);
+      absl::StatusOr<GroupLease> result = TryPlace(waiting_.front().request);
       if (absl::IsUnavailable(result.status())) break;
       outcomes.push_back({std::move(waiting_.front().done), std::move(result)});
       waiting_.pop_front();
@@ -132,25 +141,33 @@ void Cluster::FailOverdue(Clock::time_point now) {
   }
 }
 
-absl::StatusOr<GroupLease> Cluster::TryPlace(std::int64_t prompt_tokens) {
+absl::StatusOr<GroupLease> Cluster::TryPlace(const PlaceRequest& request) {
   if (stopping_) return WithReason(absl::UnavailableError("the router stops"), kReasonDraining);
+  const std::int64_t prompt_tokens = request.prompt->num_tokens() + request.more_tokens;
   std::vector<std::shared_ptr<const GroupSnapshot>> groups(links_.size());
   std::vector<GroupLoad> loads(links_.size());
   std::optional<std::int64_t> longest_model_len;  // of the ready ones
   for (std::size_t i = 0; i < links_.size(); ++i) {
     groups[i] = links_[i]->Snapshot();  // snapshot_ may be a moment behind
     const GroupSnapshot& group = *groups[i];
-    loads[i] = {.ready = group.ready,
-                .max_prompt_tokens = group.info.max_model_len() - 1,
-                .requests = group.other_requests + links_[i]->in_flight(),
-                .free_blocks = group.info.num_free_blocks()};
+    loads[i] = {
+        .ready = group.ready,
+        .max_prompt_tokens = group.info.max_model_len() - 1,
+        .requests = group.other_requests + links_[i]->in_flight(),
+        .free_blocks = group.info.num_free_blocks(),
+        .cached_tokens = group.info.block_size() * static_cast<std::int64_t>(links_[i]->CountCached(
+                                                       request.prompt->Find(group.block_hash_key))),
+        .prefill_tokens = links_[i]->prefill_tokens()};
     if (group.ready) {
       longest_model_len =
           std::max<std::int64_t>(longest_model_len.value_or(0), group.info.max_model_len());
     }
   }
-  if (const auto chosen = PickGroup(loads, prompt_tokens)) {
-    return GroupLease(links_[*chosen], std::move(groups[*chosen]));
+  if (const auto chosen = policy_.Pick(loads, prompt_tokens)) {
+    const std::int64_t cached = loads[*chosen].cached_tokens;
+    placed_.prompt_tokens += static_cast<std::uint64_t>(prompt_tokens);
+    placed_.cached_tokens += static_cast<std::uint64_t>(cached);
+    return GroupLease(links_[*chosen], std::move(groups[*chosen]), prompt_tokens - cached);
   }
   if (longest_model_len) return ValidatePromptLength(prompt_tokens, *longest_model_len);
   return WithReason(absl::UnavailableError("no group is ready"), kReasonNotReady);

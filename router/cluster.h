@@ -14,6 +14,8 @@
 #include "absl/types/span.h"
 #include "router/cluster_snapshot.h"
 #include "router/group_link.h"
+#include "router/policy.h"
+#include "router/prompt_blocks.h"
 #include "server/base/mutex.h"
 
 namespace weft {
@@ -22,11 +24,20 @@ struct ClusterOptions {
   // host:port or unix-abstract:NAME of each group's leader.
   std::vector<std::string> addresses;
   GroupLinkOptions link;
+  RoutingPolicy policy = RoutingPolicy::kPrefixAware;
+  std::int64_t request_tokens = 128;  // of Policy
   // Requests that may wait for a group to become ready, and for how long.
   std::int64_t max_waiting = 1024;
   std::chrono::milliseconds queue_timeout{30000};
   // Without a thread of its own somebody calls Tick().
   bool ticks_itself = true;
+};
+
+// What is to be placed.
+struct PlaceRequest {
+  std::shared_ptr<PromptBlocks> prompt;
+  std::int64_t more_tokens = 0;  // behind the prompt, already produced
+  bool admitted = false;         // a group had taken it
 };
 
 // The groups behind this router, and the requests that wait for one of them.
@@ -53,18 +64,27 @@ class Cluster {
     return static_cast<std::int64_t>(waiting_.size());
   }
 
+  struct Placed {
+    std::uint64_t prompt_tokens = 0;
+    std::uint64_t cached_tokens = 0;  // of these, in the prefix cache of the group that was chosen
+  };
+  // Of all requests so far.
+  Placed placed() const {
+    MutexLock lock(mutex_);
+    return placed_;
+  }
+
   // Every 50 ms or so, by one thread.
   void Tick(Clock::time_point now);
 
   // A name for one Place(), so that it can be cancelled while it is still on its way into the
   // queue.
   WaitId NewWait();
-  // Chooses a group for a prompt and calls `done` once, here or later on another thread:
+  // Chooses a group for a request and calls `done` once, here or later on another thread:
   // INVALID_ARGUMENT  the prompt is too long for every ready group;
   // UNAVAILABLE       no group became ready within queue_timeout;
-  // RESOURCE_EXHAUSTED  max_waiting requests wait already; not for one that is `admitted`: a group
-  //                   had taken it.
-  void Place(WaitId id, std::int64_t prompt_tokens, bool admitted, PlaceHandler done);
+  // RESOURCE_EXHAUSTED  max_waiting requests wait already; not for one that is `admitted`.
+  void Place(WaitId id, PlaceRequest request, PlaceHandler done);
 
   // Forgets a request that waits. False when it does not yet wait, and when its handler has run or
   // is about to.
@@ -73,7 +93,7 @@ class Cluster {
  private:
   struct Waiter {
     WaitId id;
-    std::int64_t prompt_tokens;
+    PlaceRequest request;
     Clock::time_point deadline;
     PlaceHandler done;
   };
@@ -86,7 +106,7 @@ class Cluster {
   void RunTicker();
   void FailOverdue(Clock::time_point now);
   // A lease, an error, or UNAVAILABLE while no group is ready.
-  absl::StatusOr<GroupLease> TryPlace(std::int64_t prompt_tokens)
+  absl::StatusOr<GroupLease> TryPlace(const PlaceRequest& request)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const ClusterOptions options_;
@@ -97,6 +117,8 @@ class Cluster {
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::deque<Waiter> waiting_ ABSL_GUARDED_BY(mutex_);  // oldest first: deadlines grow
   std::shared_ptr<const ClusterSnapshot> snapshot_ ABSL_GUARDED_BY(mutex_);
+  Policy policy_ ABSL_GUARDED_BY(mutex_);
+  Placed placed_ ABSL_GUARDED_BY(mutex_);
 
   std::atomic<std::uint64_t> next_wait_{0};
   std::thread ticker_;

@@ -19,6 +19,7 @@ struct GroupSnapshot {
   v1::GroupInfo info;           // what the leader last said; empty when it never did
   std::int32_t vocab_size = 0;  // 0 when the leader never said
   std::vector<std::int32_t> eos_token_ids;
+  std::string block_hash_key;       // of server/block_hash.h; empty without prefix caching
   std::int64_t other_requests = 0;  // there, when it was last heard of, from other routers
 };
 

@@ -145,7 +145,8 @@ void GenerateCall::MakeSamples() {
       .metrics = context_.metrics,
       .max_attempts = context_.max_attempts,
       .max_replays = context_.max_replays,
-      .prompt_tokens = prompt_tokens + request_.resume().ids_size(),
+      .prompt = std::make_shared<PromptBlocks>(prompt_, request_.cache_salt()),
+      .resumed_tokens = request_.resume().ids_size(),
       .deadline = deadline_};
   for (std::int32_t i = 0; i < std::max(1, sampling.n()); ++i) {
     samples_.push_back(std::make_unique<SampleCall>(
@@ -187,6 +188,7 @@ absl::StatusOr<v1::WorkerGenerateRequest> GenerateCall::MakeWorkerRequest(
   *request.mutable_resume_token_ids() = request_.resume().ids();
   request.mutable_resume_token_ids()->Add(produced.begin(), produced.end());
   request.set_priority(request_.priority());
+  request.set_cache_salt(request_.cache_salt());
   v1::SamplingParams& sampling = *request.mutable_sampling();
   sampling = request_.sampling();
   sampling.set_seed(sampling.seed() + static_cast<std::uint64_t>(index));

@@ -31,7 +31,7 @@ void GroupLink::Tick(Clock::time_point now) {
     MutexLock lock(mutex_);
     if (shut_down_) return;
     if (watch_ == nullptr && now >= next_watch_) {
-      fresh = watch_ = client_->WatchState(*this);
+      fresh = watch_ = client_->WatchState(*this, options_.watch_blocks);
       silent_ = false;
       last_heard_ = now;
     } else if (watch_ != nullptr && !silent_ && now - last_heard_ > options_.heartbeat_timeout) {
@@ -59,15 +59,37 @@ std::int64_t GroupLink::in_flight() const {
   return in_flight_;
 }
 
+std::int64_t GroupLink::prefill_tokens() const {
+  MutexLock lock(mutex_);
+  return prefill_tokens_;
+}
+
+std::size_t GroupLink::CountCached(absl::Span<const BlockHash> blocks) const {
+  MutexLock lock(mutex_);
+  return blocks_.CountCached(blocks);
+}
+
+std::pair<std::size_t, std::size_t> GroupLink::IndexSize() const {
+  MutexLock lock(mutex_);
+  return {blocks_.size(), blocks_.bytes()};
+}
+
 std::uint64_t GroupLink::num_placements() const {
   MutexLock lock(mutex_);
   return num_placements_;
 }
 
-void GroupLink::Enter() {
+void GroupLink::Enter(std::int64_t prefill_tokens) {
   MutexLock lock(mutex_);
   ++in_flight_;
   ++num_placements_;
+  prefill_tokens_ += prefill_tokens;
+}
+
+void GroupLink::FinishPrefill(std::int64_t prefill_tokens) {
+  if (prefill_tokens == 0) return;
+  MutexLock lock(mutex_);
+  prefill_tokens_ -= prefill_tokens;
 }
 
 void GroupLink::Leave() {
@@ -105,9 +127,11 @@ void GroupLink::ReportNotReady(std::uint64_t epoch) {
 
 void GroupLink::OnState(v1::GroupState state) {
   bool changed = false;
+  bool gap = false;
   {
     MutexLock lock(mutex_);
     if (shut_down_) return;
+    if (state.has_block_changes()) gap = !blocks_.Apply(state.block_changes());
     last_heard_ = options_.now();
     backoff_ = options_.min_backoff;
     GroupSnapshot next;
@@ -116,6 +140,7 @@ void GroupLink::OnState(v1::GroupState state) {
     next.ready = next.info.ready();
     next.state = next.info.state();
     next.vocab_size = state.vocab_size();
+    next.block_hash_key = std::move(*state.mutable_block_hash_key());
     next.eos_token_ids.assign(state.eos_token_ids().begin(), state.eos_token_ids().end());
     next.other_requests =
         std::max<std::int64_t>(0, std::int64_t{next.info.num_requests_running()} +
@@ -124,6 +149,7 @@ void GroupLink::OnState(v1::GroupState state) {
     Publish(std::move(next));
   }
   if (changed) spdlog::info("group {}: {}", address_, Snapshot()->state);
+  if (gap) spdlog::warn("group {}: a gap in what it says of its prefix cache", address_);
   on_change_();
 }
 
@@ -155,6 +181,7 @@ void GroupLink::Lose(std::string why) {
     next.state = why;
     ++next.epoch;
     Publish(std::move(next));
+    blocks_.Clear();
     calls.swap(calls_);
   }
   if (lost_in_service) spdlog::warn("group {}: {}; {} requests end", address_, why, calls.size());
@@ -170,9 +197,9 @@ void GroupLink::Publish(GroupSnapshot snapshot) {
 }
 
 GroupLease::GroupLease(std::shared_ptr<GroupLink> link,
-                       std::shared_ptr<const GroupSnapshot> snapshot)
-    : link_(std::move(link)), load_(link_.get()), snapshot_(std::move(snapshot)) {
-  link_->Enter();
+                       std::shared_ptr<const GroupSnapshot> snapshot, std::int64_t prefill_tokens)
+    : link_(std::move(link)), load_(link_.get(), {prefill_tokens}), snapshot_(std::move(snapshot)) {
+  link_->Enter(prefill_tokens);
 }
 
 }  // namespace weft

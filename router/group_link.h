@@ -10,8 +10,10 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "router/cluster_snapshot.h"
 #include "router/leader_client.h"
+#include "router/prefix_index.h"
 #include "server/base/mutex.h"
 
 namespace weft {
@@ -21,6 +23,7 @@ struct GroupLinkOptions {
   std::chrono::milliseconds heartbeat_timeout{3000};
   std::chrono::milliseconds min_backoff{100};
   std::chrono::milliseconds max_backoff{1000};
+  bool watch_blocks = false;  // keeps an index of the group's prefix cache
   // How leaders are reached; required.
   std::function<std::unique_ptr<LeaderClient>(const std::string& address)> connect;
   std::function<std::chrono::steady_clock::time_point()> now = std::chrono::steady_clock::now;
@@ -53,6 +56,12 @@ class GroupLink final : private LeaderClient::WatchHandler {
   std::shared_ptr<const GroupSnapshot> Snapshot() const;
   // Requests of this router that hold a GroupLease.
   std::int64_t in_flight() const;
+  // Tokens of prompts that those have still to compute.
+  std::int64_t prefill_tokens() const;
+  // How many of the first blocks of a prompt its prefix cache holds, as far as it has said.
+  std::size_t CountCached(absl::Span<const BlockHash> blocks) const;
+  // Blocks in the index of its prefix cache, and its memory.
+  std::pair<std::size_t, std::size_t> IndexSize() const;
   // GroupLeases there have ever been.
   std::uint64_t num_placements() const;
   LeaderClient& client() { return *client_; }
@@ -69,7 +78,8 @@ class GroupLink final : private LeaderClient::WatchHandler {
  private:
   friend class GroupLease;
 
-  void Enter();
+  void Enter(std::int64_t prefill_tokens);
+  void FinishPrefill(std::int64_t prefill_tokens);
   void Leave();
   void OnState(v1::GroupState state) override;
   void OnWatchEnd(const absl::Status& status) override;
@@ -91,17 +101,21 @@ class GroupLink final : private LeaderClient::WatchHandler {
   Clock::time_point next_watch_ ABSL_GUARDED_BY(mutex_);
   std::chrono::milliseconds backoff_ ABSL_GUARDED_BY(mutex_);
   std::int64_t in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::int64_t prefill_tokens_ ABSL_GUARDED_BY(mutex_) = 0;
   std::uint64_t num_placements_ ABSL_GUARDED_BY(mutex_) = 0;
   std::uint64_t next_call_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::flat_hash_map<std::uint64_t, std::function<void()>> calls_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const GroupSnapshot> snapshot_ ABSL_GUARDED_BY(mutex_);
+  PrefixIndex blocks_ ABSL_GUARDED_BY(mutex_);
 };
 
 // A request's place in a group: counts as load there until it is destroyed.
 class GroupLease {
  public:
   GroupLease() = default;
-  GroupLease(std::shared_ptr<GroupLink> link, std::shared_ptr<const GroupSnapshot> snapshot);
+  // `prefill_tokens`: what the group has to compute before the first token.
+  GroupLease(std::shared_ptr<GroupLink> link, std::shared_ptr<const GroupSnapshot> snapshot,
+             std::int64_t prefill_tokens);
   GroupLease(GroupLease&&) = default;
   GroupLease& operator=(GroupLease&& other) noexcept {
     std::swap(link_, other.link_);
@@ -110,13 +124,22 @@ class GroupLease {
     return *this;
   }
 
+  // The first token is there. Once is enough.
+  void FinishPrefill() {
+    link_->FinishPrefill(std::exchange(load_.get_deleter().prefill_tokens, 0));
+  }
+
   GroupLink& link() const { return *link_; }
   // The group when it was chosen.
   const GroupSnapshot& snapshot() const { return *snapshot_; }
 
  private:
   struct Leave {
-    void operator()(GroupLink* link) const { link->Leave(); }
+    void operator()(GroupLink* link) const {
+      link->FinishPrefill(prefill_tokens);
+      link->Leave();
+    }
+    std::int64_t prefill_tokens = 0;
   };
   std::shared_ptr<GroupLink> link_;
   std::unique_ptr<GroupLink, Leave> load_;  // destroyed before link_

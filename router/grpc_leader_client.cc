@@ -53,8 +53,10 @@ class GrpcStream : public LeaderClient::Stream,
 
 class WatchStream final : public GrpcStream<v1::GroupState> {
  public:
-  WatchStream(v1::Worker::Stub& stub, LeaderClient::WatchHandler& handler)
-      : stub_(stub), handler_(handler) {}
+  WatchStream(v1::Worker::Stub& stub, LeaderClient::WatchHandler& handler, bool block_changes)
+      : stub_(stub), handler_(handler) {
+    request_.set_block_changes(block_changes);
+  }
 
  private:
   void Open(grpc::ClientContext& context, Reactor& reactor) override {
@@ -94,8 +96,8 @@ class GrpcLeaderClient final : public LeaderClient {
   GrpcLeaderClient(const std::string& address, const GrpcTransportOptions& transport)
       : stub_(v1::Worker::NewStub(NewGrpcChannel(address, transport))) {}
 
-  std::shared_ptr<Stream> WatchState(WatchHandler& handler) override {
-    return std::make_shared<WatchStream>(*stub_, handler);
+  std::shared_ptr<Stream> WatchState(WatchHandler& handler, bool block_changes) override {
+    return std::make_shared<WatchStream>(*stub_, handler, block_changes);
   }
   std::shared_ptr<Stream> Generate(const v1::WorkerGenerateRequest& request,
                                    std::chrono::system_clock::time_point deadline,

@@ -42,8 +42,8 @@ class LeaderClient {
   virtual ~LeaderClient() = default;
 
   // Streams live until their end, whoever holds them; handlers have to. `request` is only read
-  // until the end.
-  virtual std::shared_ptr<Stream> WatchState(WatchHandler& handler) = 0;
+  // until the end. `block_changes`: whether states tell what the prefix cache holds.
+  virtual std::shared_ptr<Stream> WatchState(WatchHandler& handler, bool block_changes) = 0;
   virtual std::shared_ptr<Stream> Generate(const v1::WorkerGenerateRequest& request,
                                            std::chrono::system_clock::time_point deadline,
                                            GenerateHandler& handler) = 0;

@@ -92,15 +92,18 @@ GrpcTransportOptions TransportOf(const Flags& flags) {
           .keepalive_timeout = flags.keepalive_timeout};
 }
 
-ClusterOptions ClusterOptionsOf(const Flags& flags) {
+ClusterOptions ClusterOptionsOf(const Flags& flags, RoutingPolicy policy) {
   return {.addresses = flags.groups,
           .link = {.heartbeat_timeout = ToChrono(flags.heartbeat_timeout),
                    .min_backoff = ToChrono(flags.min_reconnect_backoff),
                    .max_backoff = ToChrono(flags.max_reconnect_backoff),
+                   .watch_blocks = policy == RoutingPolicy::kPrefixAware,
                    .connect =
                        [transport = TransportOf(flags)](const std::string& address) {
                          return NewGrpcLeaderClient(address, transport);
                        }},
+          .policy = policy,
+          .request_tokens = flags.routing_request_tokens,
           .max_waiting = flags.max_queued_requests,
           .queue_timeout = ToChrono(flags.queue_timeout)};
 }
@@ -136,6 +139,11 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   if (flags.groups.empty()) {
     return absl::InvalidArgumentError("no group: give --groups ADDRESS[,ADDRESS...]");
   }
+  const std::optional<RoutingPolicy> policy = ParseRoutingPolicy(flags.routing_policy);
+  if (!policy) {
+    return absl::InvalidArgumentError(fmt::format("--routing-policy is '{}'; it can be {}",
+                                                  flags.routing_policy, kRoutingPolicies));
+  }
   ASSIGN_OR_RETURN(const std::unique_ptr<Tokenizer> tokenizer, LoadTokenizer(flags));
 
   ASSIGN_OR_RETURN(const std::unique_ptr<ChatTemplate> chat_template, LoadChatTemplate(flags));
@@ -148,7 +156,7 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
                              .tokenizer = tokenizer.get(),
                              .chat_template = chat_template.get()};
   RequestRegistry registry(flags.max_requests);
-  Cluster cluster(ClusterOptionsOf(flags));
+  Cluster cluster(ClusterOptionsOf(flags, *policy));
   TextPool text_pool(flags.tokenizer_threads, static_cast<std::size_t>(flags.max_queued_requests));
   context.registry = &registry;
   context.cluster = &cluster;

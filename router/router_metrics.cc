@@ -66,8 +66,14 @@ std::unique_ptr<MetricRegistry::Reader> RouterMetrics::Read(const Cluster& clust
     int ready = 0;
     for (const std::shared_ptr<GroupLink>& link : cluster.links()) {
       ready += link->Snapshot()->ready ? 1 : 0;
-      set(metrics::kRouterPlacements, link->num_placements(), {{"group", link->address()}});
+      const MetricLabels group = {{"group", link->address()}};
+      set(metrics::kRouterPlacements, link->num_placements(), group);
+      const auto [blocks, bytes] = link->IndexSize();
+      set(metrics::kRouterIndexBlocks, blocks, group);
+      set(metrics::kRouterIndexBytes, bytes, group);
     }
+    set(metrics::kRouterPromptTokens, cluster.placed().prompt_tokens);
+    set(metrics::kRouterCachedTokens, cluster.placed().cached_tokens);
     set(metrics::kRouterGroups, cluster.links().size());
     set(metrics::kRouterGroupsReady, ready);
   });

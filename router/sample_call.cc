@@ -50,10 +50,14 @@ void SampleCall::Place() {
     End(Cancelled());
     return;
   }
-  cluster.Place(wait, options_.prompt_tokens + static_cast<std::int64_t>(produced_.size()),
-                /*admitted=*/replays_ > 0, [self = self_.lock()](absl::StatusOr<GroupLease> lease) {
-                  self->OnPlaced(std::move(lease));
-                });
+  cluster.Place(
+      wait,
+      {.prompt = options_.prompt,
+       .more_tokens = options_.resumed_tokens + static_cast<std::int64_t>(produced_.size()),
+       .admitted = replays_ > 0},
+      [self = self_.lock()](absl::StatusOr<GroupLease> lease) {
+        self->OnPlaced(std::move(lease));
+      });
   // A Cancel() that came before the request was in the queue did not find it there.
   {
     MutexLock lock(mutex_);

@@ -42,7 +42,8 @@ class SampleCall final : public WorkerCall::Handler {
     RouterMetrics* metrics = nullptr;  // may be null
     std::uint32_t max_attempts = 1;    // how often it is placed before a group takes it
     std::uint32_t max_replays = 0;     // how many groups it may lose
-    std::int64_t prompt_tokens = 0;    // for placement: what the group has to hold
+    std::shared_ptr<PromptBlocks> prompt;
+    std::int64_t resumed_tokens = 0;  // behind the prompt: the client has them already
     std::chrono::system_clock::time_point deadline;
   };
 

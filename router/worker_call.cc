@@ -69,6 +69,7 @@ void WorkerCall::CancelStream() {
 }
 
 void WorkerCall::OnResponse(v1::WorkerGenerateResponse& response) {
+  if (!response.token_ids().empty()) lease_.FinishPrefill();
   handler_->OnWorkerMessage(response);
 }
 

@@ -43,7 +43,7 @@ class WorkerCall : private LeaderClient::GenerateHandler,
   void CancelStream();
   void End(absl::Status status);
 
-  const GroupLease lease_;
+  GroupLease lease_;
   const v1::WorkerGenerateRequest request_;
   std::shared_ptr<Handler> handler_;
   std::shared_ptr<WorkerCall> self_;  // until the end

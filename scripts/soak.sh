@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# Whether memory, descriptors and threads of a router and its ranks stay flat over 10,000 requests, one in
-# ten of them cancelled: a row per chunk and a verdict (exit code 1: something grew). Needs a build.
-#   scripts/soak.sh [--requests 10000] [--chunks 20]
+# Long runs against real processes. Each prints what happened and a verdict (exit code 1: something is wrong);
+# needs a build.
+#
+#   scripts/soak.sh [flat] [--requests 10000] [--chunks 20]
+#       whether memory, descriptors and threads of a router and its ranks stay flat, one request in ten cancelled
+#   scripts/soak.sh chaos [--seconds 300] [--streams 200] [--seed N]
+#       whether every stream ends with the reference's tokens while processes are killed, stopped and restarted
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-exec env WEFT_BIN_DIR="${WEFT_BIN_DIR:-$PWD/build/bin}" .venv/bin/python tests/e2e/soak.py "$@"
+what=flat
+case "${1-}" in flat | chaos) what=$1 && shift ;; esac
+exec env WEFT_BIN_DIR="${WEFT_BIN_DIR:-$PWD/build/bin}" .venv/bin/python "tests/e2e/$what.py" "$@"

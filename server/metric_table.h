@@ -132,6 +132,15 @@ inline constexpr CounterSpec kRouterReplays = {
     "weft_router_replays_total", "Samples that went on elsewhere after their group was lost"};
 inline constexpr CounterSpec kRouterPlacements = {"weft_router_placements_total",
                                                   "Requests given to a group, by group"};
+inline constexpr CounterSpec kRouterPromptTokens = {"weft_router_prompt_tokens_total",
+                                                    "Tokens of prompts that were placed"};
+inline constexpr CounterSpec kRouterCachedTokens = {
+    "weft_router_cached_prompt_tokens_total",
+    "Of those, tokens that the chosen group had in its prefix cache, as far as the router knew"};
+inline constexpr GaugeSpec kRouterIndexBlocks = {
+    "weft_router_prefix_index_blocks", "Blocks of a group's prefix cache that the router knows"};
+inline constexpr GaugeSpec kRouterIndexBytes = {"weft_router_prefix_index_bytes",
+                                                "Memory of what it knows of them"};
 inline constexpr GaugeSpec kRouterGroups = {"weft_router_groups", "Groups behind the router"};
 inline constexpr GaugeSpec kRouterGroupsReady = {"weft_router_groups_ready",
                                                  "Groups that take requests"};

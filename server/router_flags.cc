@@ -35,6 +35,8 @@ constexpr std::string_view kNames[] = {
     "--max-detokenize-tokens",
     "--max-requests",
     "--max-queued-requests",
+    "--routing-policy",
+    "--routing-request-tokens",
     "--max-attempts",
     "--max-replays",
     "--max-stream-buffer-bytes",
@@ -92,6 +94,12 @@ void RouterFlags::AddRequestLimitsTo(OptionParser& parser) {
   parser.Add("--max-queued-requests", &max_queued_requests,
              "Requests that may wait for a tokenizer thread, and samples for a group to be ready",
              Range(1, kMaxInt32));
+  parser.Add("--routing-policy", &routing_policy,
+             "How a group is chosen: prefix-aware, least-loaded, round-robin or random");
+  parser.Add(
+      "--routing-request-tokens", &routing_request_tokens,
+      "With prefix-aware: tokens of a prompt that count as much as a request that runs there",
+      Range(0, kMaxInt32));
   parser.Add("--max-attempts", &max_attempts,
              "Groups that may refuse a request as not ready or draining before it fails",
              Range(1, 1000));

@@ -36,6 +36,8 @@ struct RouterFlags {
   // Of all of them.
   std::int32_t max_requests = 16384;
   std::int32_t max_queued_requests = 1024;
+  std::string routing_policy = "prefix-aware";
+  std::int64_t routing_request_tokens = 128;
   std::int32_t max_attempts = 3;
   std::int32_t max_replays = 3;
   std::int64_t max_stream_buffer_bytes = std::int64_t{1} << 20;

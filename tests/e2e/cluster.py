@@ -6,6 +6,7 @@ import pathlib
 import queue
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -24,6 +25,12 @@ def golden_dir(name):
 
 def golden(name):
     return json.loads((golden_dir(name) / "golden.json").read_text())["prompts"]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def children(pid):

@@ -14,7 +14,7 @@ import urllib.request
 
 import pytest
 
-from cluster import BIN, ENV, ROOT, Cluster, wait_until
+from cluster import BIN, ENV, ROOT, Cluster, free_port, wait_until
 
 TABLE = (ROOT / "server/metric_table.h").read_text()
 # name -> kind, from the one table of metrics.
@@ -23,6 +23,9 @@ METRICS = {name: kind.lower() for kind, name in
 # Those that only a test of a part of a process moves, and which.
 MOVED_ELSEWHERE = {
     "weft_router_queued_requests": "tests/router/router_metrics_test.cc",
+    "weft_router_cached_prompt_tokens_total": "tests/router/router_test.cc",
+    "weft_router_prefix_index_blocks": "tests/router/router_test.cc",
+    "weft_router_prefix_index_bytes": "tests/router/router_test.cc",
     "weft_router_replays_total": "test_probes_follow_progress_and_readiness",
     "weft_router_retries_total": "tests/router/router_metrics_test.cc",
     "weft_stream_buffer_bytes": "tests/server/stream_writer_test.cc",
@@ -34,12 +37,6 @@ PER_REQUEST = ["weft_e2e_request_latency_seconds", "weft_request_queue_time_seco
 
 QUEUED = '{"prompt_token_ids": [5, 6, 8, 9], "max_tokens": 100, "ignore_eos": true, "temperature": 0}\n'
 NUM_QUEUED = 60
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def get(address, path):

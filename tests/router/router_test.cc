@@ -170,6 +170,43 @@ TEST_F(RouterTest, LossOfOneGroupLeavesTheOthersAlone) {
   EXPECT_EQ(on_b->Text(), "ok");
 }
 
+TEST_F(RouterTest, ARequestGoesWhereItsPrefixIsCached) {
+  StartSeveral(3, {.link = {.watch_blocks = true}});
+  const std::string prompt = "a prompt of some blocks";  // of 4 bytes each
+  v1::GenerateRequest request;
+  for (const char c : prompt) request.mutable_token_ids()->add_ids(c);
+  request.set_cache_salt("mine");
+  PromptBlocks hashed(request.token_ids().ids(), request.cache_salt());
+  hashed.Hash("key", 4);
+  for (std::size_t i = 0; i < 3; ++i) {
+    v1::GroupState state = FakeWorker::ReadyState();
+    state.mutable_group()->set_block_size(4);
+    state.set_block_hash_key("key");
+    v1::BlockChanges& changes = *state.mutable_block_changes();
+    changes.set_snapshot(true);
+    // The second has the longest part of it.
+    for (const BlockHash& hash : hashed.Find("key").subspan(0, i == 1 ? 5 : i)) {
+      changes.add_changes()->set_hash(std::string(hash.begin(), hash.end()));
+    }
+    worker(i).SetState(state);
+  }
+  while (cluster_->links()[1]->IndexSize().first != 5 ||
+         cluster_->links()[2]->IndexSize().first != 2) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  for (const bool mine : {true, false}) {
+    if (!mine) request.set_cache_salt("");
+    const auto stream = Send(request);
+    const auto call = worker(mine ? 1 : 0).TakeCall();
+    EXPECT_EQ(call->request().cache_salt(), request.cache_salt());
+    call->Send({'b'}, v1::FINISH_REASON_LENGTH);
+    call->End();
+    EXPECT_TRUE(stream->Wait().ok()) << stream->Wait();
+  }
+  EXPECT_EQ(cluster_->placed().prompt_tokens, 2 * prompt.size());
+  EXPECT_EQ(cluster_->placed().cached_tokens, 5 * 4U);
+}
+
 TEST_F(RouterTest, RequestRefusedByADrainingGroupGoesToAnotherOne) {
   StartSeveral(2);
   FakeWorker& b = worker(1);

@@ -155,7 +155,7 @@ class SimGroup::GenerateWire final : public Wire, public StreamSink<v1::WorkerGe
 class SimGroup::Client final : public LeaderClient {
  public:
   explicit Client(SimGroup& group) : group_(group) {}
-  std::shared_ptr<Stream> WatchState(WatchHandler& handler) override {
+  std::shared_ptr<Stream> WatchState(WatchHandler& handler, bool) override {
     return std::make_shared<WatchWire>(group_, handler);
   }
   std::shared_ptr<Stream> Generate(const v1::WorkerGenerateRequest& request,

@@ -1,8 +1,8 @@
-"""The short version of scripts/soak.sh."""
+"""The short version of scripts/soak.sh flat."""
 
-import soak
+import flat
 
 
 def test_memory_descriptors_and_threads_stay_flat():
     # Allocators still settle in so few requests: only a leak of many KiB a request shows here.
-    assert soak.run(num_requests=500, num_chunks=5, growth={"MiB": 12.0}) == []
+    assert flat.run(num_requests=500, num_chunks=5, growth={"MiB": 12.0}) == []

@@ -1,7 +1,7 @@
 """Whether memory, descriptors and threads of a router and its ranks stay flat under many requests, some
 of which end because their client goes.
 
-    .venv/bin/python tests/e2e/soak.py [--requests 10000] [--chunks 20]
+    .venv/bin/python tests/e2e/flat.py [--requests 10000] [--chunks 20]
 
 Prints a row per chunk, taken when the cluster is idle again, and a verdict; exits 1 when something grew.
 """
