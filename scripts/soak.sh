@@ -5,7 +5,8 @@
 #   scripts/soak.sh [flat] [--requests 10000] [--chunks 20]
 #       whether memory, descriptors and threads of a router and its ranks stay flat, one request in ten cancelled
 #   scripts/soak.sh chaos [--seconds 300] [--streams 200] [--seed N]
-#       whether every stream ends with the reference's tokens while processes are killed, stopped and restarted
+#       whether every stream ends with the reference's tokens while processes are killed, stopped and restarted,
+#       and no call fails while all of them are restarted in turn
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 what=flat

@@ -5,12 +5,13 @@ end with exactly the reference's tokens.
 
 Three groups of two ranks, two routers, and clients that go on at the other router when theirs is lost, with
 `resume`. Prints what happened; exits 1 when more than 0.5 % of the streams fail, one has a wrong token, or blocks
-or processes stay behind.
+or processes stay behind. Then every process is restarted in turn, as in a rollout: no call may fail.
 """
 
 import argparse
 import collections
 import concurrent.futures
+import itertools
 import os
 import pathlib
 import random
@@ -48,12 +49,18 @@ class Process:
         self.start()
 
     def start(self):
-        self.process = subprocess.Popen(self.command, env=ENV, stderr=self.log)
+        self.process = subprocess.Popen(self.command, env=ENV, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
 
     def keep_running(self):
         if self.process.poll() is None or self.stopping:
             return
         self.restarts += 1
+        self.start()
+
+    def restart(self):
+        """As an operator does: asks it to end, and waits for it."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0, self.name
         self.start()
 
     def victims(self):
@@ -71,9 +78,9 @@ class Process:
 class Monkey:
     """Harms one process at a time, so that the rest of the cluster can serve."""
 
-    def __init__(self, draw, processes, print):
-        self.draw, self.processes, self.print = draw, processes, print
-        self.done, self.counts, self.pids = threading.Event(), collections.Counter(), set()
+    def __init__(self, draw, processes):
+        self.draw, self.processes = draw, processes
+        self.done, self.counts = threading.Event(), collections.Counter()
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
@@ -132,84 +139,67 @@ def run_stream(apis, draw, prompt, num_tokens, index):
     return ids, MAX_TRIES, error
 
 
-def run(seconds, num_streams, seed, print=print):
-    """What is wrong, in words; nothing when all is well."""
-    draw = random.Random(seed)
-    prompts = list(golden(MODEL).values())
-    print(f"seed {seed}")
-    with tempfile.TemporaryDirectory() as folder:
-        log = lambda name: pathlib.Path(folder, name + ".log")
+class Deployment:
+    """Three groups of two ranks behind two routers, each a process of its own. Use as a context manager."""
+
+    def __init__(self, *router_flags):
+        self.folder = tempfile.TemporaryDirectory()
+        log = lambda name: pathlib.Path(self.folder.name, name + ".log")
         ports = [free_port() for _ in range(NUM_GROUPS + NUM_ROUTERS)]
-        groups = [Process(f"supervisor{i}", log(f"group{i}"), "weft-worker", "--model", golden_dir(MODEL), *GROUP_FLAGS,
-                          f"--listen=127.0.0.1:{ports[i]}") for i in range(NUM_GROUPS)]
+        self.groups = [Process(f"supervisor{i}", log(f"group{i}"), "weft-worker", "--model", golden_dir(MODEL),
+                               *GROUP_FLAGS, f"--listen=127.0.0.1:{ports[i]}") for i in range(NUM_GROUPS)]
         addresses = ",".join(f"127.0.0.1:{p}" for p in ports[:NUM_GROUPS])
-        routers = [Process(f"router{i}", log(f"router{i}"), "weft-router", "--model", golden_dir(MODEL),
-                           f"--groups={addresses}", f"--port={ports[NUM_GROUPS + i]}", "--metrics-port=-1",
-                           "--log-level=warn", "--max-replays=20") for i in range(NUM_ROUTERS)]
+        self.routers = [Process(f"router{i}", log(f"router{i}"), "weft-router", "--model", golden_dir(MODEL),
+                                f"--groups={addresses}", f"--port={ports[NUM_GROUPS + i]}", "--metrics-port=-1",
+                                "--log-level=warn", *router_flags) for i in range(NUM_ROUTERS)]
+        self.processes = self.groups + self.routers
+        self.ports, self.apis = ports[NUM_GROUPS:], []
+
+    def __enter__(self):
         quick = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
-        faults, apis = [], []
         try:
-            for port in ports[NUM_GROUPS:]:
-                apis.append(wait_until(lambda: quiet(lambda: Api(f"127.0.0.1:{port}", quick)), 30, "a router"))
-            wait_until(lambda: all(a.serving() for a in apis), 60, "ready")
-            monkey = Monkey(draw, groups + routers, print)
-            until = time.monotonic() + seconds
-            lock, counter, outcomes = threading.Lock(), iter(range(10**9)), collections.Counter()
+            for port in self.ports:
+                self.apis.append(wait_until(lambda: quiet(lambda: Api(f"127.0.0.1:{port}", quick)), 30, "a router"))
+            self.wait_ready()
+        except BaseException:
+            print(self.logs())
+            self.stop()
+            raise
+        return self
 
-            def client():
-                while time.monotonic() < until:
-                    with lock:
-                        index = next(counter)
-                        own = random.Random(seed + index)
-                    prompt = own.choice(prompts)
-                    num_tokens = own.randint(1, len(prompt["greedy"]))
-                    ids, tries, error = run_stream(apis, own, prompt, num_tokens, index)
-                    with lock:
-                        outcomes["resumed at another router"] += tries > 1
-                        if error:
-                            outcomes["failed"] += 1
-                            faults.append(f"stream {index}: {error}") if outcomes["failed"] < 10 else None
-                        elif ids != prompt["greedy"][:num_tokens]:
-                            faults.append(f"stream {index}: wrong tokens")
-                            outcomes["wrong"] += 1
-                        else:
-                            outcomes["complete"] += 1
+    def __exit__(self, *_):
+        self.stop()
+        self.folder.cleanup()
 
-            with concurrent.futures.ThreadPoolExecutor(num_streams) as pool:
-                clients = [pool.submit(client) for _ in range(num_streams)]
-                concurrent.futures.wait(clients)
-            monkey.stop()
-            for done in clients:
-                done.result()
-            print("harm: " + ", ".join(f"{n} {what}" for what, n in sorted(monkey.counts.items())))
-            print("streams: " + ", ".join(f"{n} {what}" for what, n in sorted(outcomes.items())))
-            total = outcomes["complete"] + outcomes["failed"] + outcomes["wrong"]
-            share = outcomes["complete"] / max(1, total)
-            print(f"{share:.2%} of {total} streams complete")
-            if share >= 0.995 and not outcomes["wrong"]:
-                faults.clear()
-            for process in groups + routers:
-                process.keep_running()
+    def whole(self, router=0):
+        """Whether all groups are ready and all their blocks free. Starts what has ended."""
+        for process in self.processes:
+            process.keep_running()
+        groups = self.apis[router].call("GetServerInfo").groups
+        return all(g.ready and g.num_free_blocks == g.num_blocks and not g.num_requests_running for g in groups)
 
-            def whole():
-                states = apis[0].call("GetServerInfo").groups
-                return all(g.ready and g.num_free_blocks == g.num_blocks and not g.num_requests_running for g in states)
-            try:
-                wait_until(lambda: quiet(whole), 60, "all groups are ready and their blocks free")
-            except AssertionError as error:
-                faults.append(str(error))
-        finally:
-            for api in apis:
-                api.close()
-            pids = [pid for p in groups + routers for pid in p.victims()]
-            codes = {p.name: p.stop() for p in routers + groups}
-        faults += [f"{name} ended with {code}" for name, code in codes.items() if code != 0]
-        faults += [f"process {pid} is left" for pid in pids if alive(pid)]
-        faults += leaked_shared_memory(pids)
-        if faults:
-            for path in sorted(pathlib.Path(folder).iterdir()):
-                print(f"--- {path.name}\n" + "".join(path.read_text(errors="replace").splitlines(True)[-30:]))
-    return faults
+    def wait_ready(self):
+        for api in self.apis:
+            wait_until(lambda: quiet(lambda: all(g.ready for g in api.call("GetServerInfo").groups)), 60, "all ready")
+
+    def wait_whole(self):
+        for router in range(NUM_ROUTERS):
+            wait_until(lambda: quiet(lambda: self.whole(router)), 60, "all groups are ready and their blocks free")
+
+    def stop(self):
+        """What is left behind, in words. Once is enough."""
+        for api in self.apis:
+            api.close()
+        self.apis = []
+        pids = [pid for p in self.processes for pid in p.victims()]
+        codes = {p.name: p.stop() for p in self.routers + self.groups}
+        self.processes, self.routers, self.groups = [], [], []
+        return ([f"{name} ended with {code}" for name, code in codes.items() if code != 0] +
+                [f"process {pid} is left" for pid in pids if alive(pid)] + leaked_shared_memory(pids))
+
+    def logs(self):
+        return "".join(f"--- {path.name}\n" + "".join(path.read_text(errors="replace").splitlines(True)[-30:])
+                       for path in sorted(pathlib.Path(self.folder.name).iterdir()))
 
 
 def quiet(condition):
@@ -219,13 +209,110 @@ def quiet(condition):
         return False
 
 
+def draw_request(draw):
+    """(prompt, its reference's tokens)."""
+    prompt = draw.choice(list(golden(MODEL).values()))
+    return prompt, prompt["greedy"][:draw.randint(1, len(prompt["greedy"]))]
+
+
+def run_clients(num_clients, client):
+    """Calls client() in so many threads; returns when all have."""
+    with concurrent.futures.ThreadPoolExecutor(num_clients) as pool:
+        for done in [pool.submit(client) for _ in range(num_clients)]:
+            done.result()
+
+
+def run(seconds, num_streams, seed, print=print):
+    """What is wrong, in words; nothing when all is well."""
+    print(f"seed {seed}")
+    faults, outcomes, lock, numbers = [], collections.Counter(), threading.Lock(), itertools.count()
+    # Groups die far more often here than a request may lose by default.
+    with Deployment("--max-replays=20") as deployment:
+        monkey = Monkey(random.Random(seed), deployment.processes)
+        until = time.monotonic() + seconds
+
+        def client():
+            while time.monotonic() < until:
+                index = next(numbers)
+                draw = random.Random(seed + index)
+                prompt, expected = draw_request(draw)
+                ids, tries, error = run_stream(deployment.apis, draw, prompt, len(expected), index)
+                with lock:
+                    outcomes["resumed at another router"] += tries > 1
+                    outcomes["failed" if error else "complete" if ids == expected else "wrong"] += 1
+                    if error or ids != expected:
+                        faults.append(f"stream {index}: {error or 'wrong tokens'}")
+        try:
+            run_clients(num_streams, client)
+        finally:
+            monkey.stop()
+        print("harm: " + ", ".join(f"{n} {what}" for what, n in sorted(monkey.counts.items())))
+        print("streams: " + ", ".join(f"{n} {what}" for what, n in sorted(outcomes.items())))
+        total = outcomes["complete"] + outcomes["failed"] + outcomes["wrong"]
+        share = outcomes["complete"] / max(1, total)
+        print(f"{share:.2%} of {total} streams complete")
+        if share >= 0.995 and not outcomes["wrong"]:
+            faults.clear()
+        deployment.wait_whole()
+        faults = faults[:10] + deployment.stop()
+        if faults:
+            print(deployment.logs())
+    return faults
+
+
+def rolling_restart(num_streams, print=print):
+    """Every group and every router is asked to end and started again under load. A client goes to the other
+    router when its own takes no call, as a load balancer would; no call that has begun may fail."""
+    faults, outcomes, lock, over = [], collections.Counter(), threading.Lock(), threading.Event()
+    with Deployment() as deployment:
+        def client():
+            draw = random.Random(threading.get_ident())
+            while not over.is_set():
+                prompt, expected = draw_request(draw)
+                request = {"token_ids": {"ids": prompt["ids"]},
+                           "sampling": {"temperature": 0, "ignore_eos": True, "max_tokens": len(expected)}}
+                messages, error = [], None
+                for api in draw.sample(deployment.apis, NUM_ROUTERS):
+                    try:
+                        for message in api.call("Generate", request):
+                            messages.append(message)
+                        error = None
+                    except grpc.RpcError as caught:
+                        error = caught
+                    if messages or error is None or error.code() != grpc.StatusCode.UNAVAILABLE:
+                        break
+                right = [i for m in messages for i in m.token_ids] == expected
+                with lock:
+                    outcomes["right" if right and error is None else "failed"] += 1
+                    if error is not None or not right:
+                        faults.append(f"{error.code().name}: {error.details()}" if error else "wrong tokens")
+
+        def restart_all():
+            try:
+                for process in deployment.processes:
+                    process.restart()
+                    deployment.wait_ready()
+            finally:
+                over.set()
+        rolling = threading.Thread(target=restart_all)
+        rolling.start()
+        run_clients(num_streams, client)
+        rolling.join()
+        print("calls: " + ", ".join(f"{n} {what}" for what, n in sorted(outcomes.items())))
+        deployment.wait_whole()
+        faults = faults[:10] + deployment.stop()
+        if faults:
+            print(deployment.logs())
+    return faults
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     args = parser.parse_args()
-    faults = run(args.seconds, args.streams, args.seed)
+    faults = run(args.seconds, args.streams, args.seed) + rolling_restart(args.streams)
     print("\n".join(faults) if faults else "nothing is wrong")
     sys.exit(1 if faults else 0)
 
