@@ -88,11 +88,10 @@ GROUP_BOARD = ("weft-group", "Weft / group", "What a group's ranks do: steps, co
     "Ranks": [
         ("Time since progress", "s", "Of a rank; it grows also while there is nothing to do. One rank above the others holds all up",
          [(f"time() - weft_rank_last_progress_timestamp_seconds{{{GROUP}}}", "{{group}} rank {{rank}}")]),
-        ("Where a step's time goes", "s", "Per step: in collectives, for the slowest rank and the messages; and all else, which is computing and waiting for work",
-         [(f"sum by (group, rank) (rate(weft_rank_collective_wait_seconds_total{{{GROUP}}}[{RATE}])) / "
-           f"sum by (group, rank) (rate(weft_rank_step_id{{{GROUP}}}[{RATE}]))", "{{group}} rank {{rank}} collectives"),
-          (f"(1 - sum by (group, rank) (rate(weft_rank_collective_wait_seconds_total{{{GROUP}}}[{RATE}]))) / "
-           f"sum by (group, rank) (rate(weft_rank_step_id{{{GROUP}}}[{RATE}]))", "{{group}} rank {{rank}} else")]),
+        ("Where a step's time goes", "s", "From one step to the next, and how much of it in collectives: for the slowest rank and the messages. Without work there are no steps",
+         [(f"1 / max by (group) (rate(weft_rank_step_id{{{GROUP}}}[{RATE}]) > 0)", "{{group}} step"),
+          (f"sum by (group, rank) (rate(weft_rank_collective_wait_seconds_total{{{GROUP}}}[{RATE}])) / "
+           f"(sum by (group, rank) (rate(weft_rank_step_id{{{GROUP}}}[{RATE}])) > 0)", "{{group}} rank {{rank}} collectives")]),
         ("Time in collectives", "percentunit", "Share of each rank's time. The rank that waits least is the slowest",
          [(f"weft:rank_collective_wait:ratio_rate1m{{{GROUP}}}", "{{group}} rank {{rank}}")]),
         ("Collectives", "Bps", "Payload that a rank receives from the others",
@@ -127,6 +126,12 @@ ROUTER = ("weft-router", "Weft / router", "What routers do with requests: where 
          [(f"weft_router_groups_ready{{{MODEL}}}", "{{instance}}")]),
         ("Retries and replays", "ops", "Placed again: the group could not take it; the group was lost and another one goes on",
          [(rate("weft_router_retries_total"), "retries"), (rate("weft_router_replays_total"), "replays")]),
+        ("Prompt tokens that are cached", "percentunit", "In the group that was chosen, as far as the router knew",
+         [(f"{rate('weft_router_cached_prompt_tokens_total')} / {rate('weft_router_prompt_tokens_total')}", "cached")]),
+        ("Prefix index", "none", "Blocks of each group's prefix cache that routers know",
+         [(f"max by (group) (weft_router_prefix_index_blocks{{{MODEL}}})", "{{group}}")]),
+        ("Memory of the prefix index", "bytes", "Of each router, for all groups",
+         [(f"sum by (instance) (weft_router_prefix_index_bytes{{{MODEL}}})", "{{instance}}")]),
         ("Slow readers", "bytes", "What waits in routers for clients that read too slowly",
          [(f'weft_stream_buffer_bytes{{{MODEL}, group=""}}', "{{instance}}")]),
     ],
