@@ -14,7 +14,9 @@
 #include "router/request_registry.h"
 #include "router/router_metrics.h"
 #include "router/router_service.h"
+#include "router/simulate.h"
 #include "router/text/chat_template.h"
+#include "router/text/read_file.h"
 #include "router/text/tokenizer.h"
 #include "router/text_pool.h"
 #include "server/base/log.h"
@@ -43,6 +45,8 @@ constexpr absl::Duration kStallTimeout = absl::Seconds(5);
 struct Flags : CommonFlags, RouterFlags {
   std::vector<std::string> groups;
   MetricsFlags metrics;
+  std::string simulate;
+  SimulatedGroups simulated;
 };
 
 // Null with --skip-tokenizer-init.
@@ -196,6 +200,36 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   return absl::OkStatus();
 }
 
+constexpr std::uintmax_t kMaxTraceBytes = std::uintmax_t{1} << 32;
+
+absl::Status RunSimulation(const Flags& flags) {
+  ASSIGN_OR_RETURN(const std::string text, ReadFile(flags.simulate, kMaxTraceBytes));
+  const auto requests = ParseTrace(text);
+  if (!requests.ok()) {
+    return absl::InvalidArgumentError(
+        fmt::format("{}: {}", flags.simulate, std::string(requests.status().message())));
+  }
+  fmt::print("{}", SimulationReport(*requests, flags.simulated, flags.routing_request_tokens));
+  return absl::OkStatus();
+}
+
+void AddSimulationTo(OptionParser& parser, Flags& flags) {
+  const Range positive(1, std::numeric_limits<std::int32_t>::max());
+  SimulatedGroups& groups = flags.simulated;
+  parser.Group("Simulation");
+  parser.Add("--simulate", &flags.simulate,
+             "Replays a trace (Mooncake's format) under every policy, prints a table and exits");
+  parser.Add("--simulate-groups", &groups.count, "Groups", positive);
+  parser.Add("--simulate-blocks", &groups.num_blocks, "Blocks of each group's prefix cache",
+             positive);
+  parser.Add("--simulate-block-size", &groups.block_size, "Tokens of a block of the trace",
+             positive);
+  parser.Add("--simulate-prefill-rate", &groups.prefill_tokens_per_second,
+             "Tokens of prompts that a group computes in a second");
+  parser.Add("--simulate-token-time", &groups.seconds_per_token,
+             "Seconds from one token of a request to the next");
+}
+
 int Main(int argc, char** argv) {
   TerminationSignals signals;
   SupervisorLink link;
@@ -206,10 +240,12 @@ int Main(int argc, char** argv) {
   flags.metrics.AddTo(parser, "9400");
   parser.Add("--groups", &flags.groups,
              "Leaders of the groups: HOST:PORT or unix-abstract:NAME, several with commas");
+  AddSimulationTo(parser, flags);
   if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
   InitLog("weft-router", flags.log_level);
   InitGrpcLog();
-  const absl::Status status = Run(flags, signals, link);
+  const absl::Status status =
+      flags.simulate.empty() ? Run(flags, signals, link) : RunSimulation(flags);
   if (status.ok()) return 0;
   fmt::print(stderr, "weft-router: {}\n", std::string(status.message()));
   return kExitConfigError;
