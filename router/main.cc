@@ -15,6 +15,7 @@
 #include "router/router_metrics.h"
 #include "router/router_service.h"
 #include "router/simulate.h"
+#include "router/status_page.h"
 #include "router/text/chat_template.h"
 #include "router/text/read_file.h"
 #include "router/text/tokenizer.h"
@@ -29,6 +30,7 @@
 #include "server/router_flags.h"
 #include "server/signals.h"
 #include "server/supervisor_link.h"
+#include "server/version.h"
 
 namespace weft {
 namespace {
@@ -138,6 +140,23 @@ void SetProbes(MetricsServer* server, const Cluster& cluster,
   });
 }
 
+// What it reads outlives the server.
+void SetStatusPage(MetricsServer* server, const std::string& model, const Cluster& cluster,
+                   const RouterMetrics& metrics) {
+  if (server == nullptr) return;
+  server->SetStatusPage([&cluster, &metrics, model, started = absl::Now()] {
+    const absl::Time now = absl::Now();
+    return StatusPage({.version = std::string(Version()),
+                       .model = model,
+                       .now = now,
+                       .uptime = now - started,
+                       .requests_in_flight = metrics.requests_in_flight(),
+                       .requests_waiting = cluster.num_waiting(),
+                       .cluster = *cluster.Snapshot(),
+                       .errors = metrics.recent_errors().All()});
+  });
+}
+
 absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink& link) {
   RETURN_IF_ERROR(RaiseFileLimit(kMinServerFiles));
   if (flags.groups.empty()) {
@@ -179,6 +198,7 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   // Readiness follows the groups; the supervisor hears of the first time.
   std::atomic<std::int64_t> last_turn_ns = absl::GetCurrentTimeNanos();
   SetProbes(metrics_server.get(), cluster, last_turn_ns);
+  SetStatusPage(metrics_server.get(), flags.ServedModelName(), cluster, metrics);
   bool was_ready = false;
   bool reported = false;
   do {
@@ -191,6 +211,7 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   } while (signals.Wait(kReadinessInterval) == 0);
   if (metrics_server != nullptr) {
     metrics_server->SetLiveness(nullptr);
+    metrics_server->SetStatusPage(nullptr);
     metrics_server->SetReadiness([] { return absl::UnavailableError("draining"); });
   }
   spdlog::info("stopping: requests in flight have {}", absl::FormatDuration(flags.drain_timeout));

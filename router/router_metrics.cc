@@ -43,6 +43,7 @@ RouterMetrics::RouterMetrics(MetricRegistry& registry)
 
 void RouterMetrics::OnEnd(const absl::Status& status, v1::FinishReason finish_reason, bool sent) {
   in_flight_.fetch_sub(1, std::memory_order_relaxed);
+  if (!status.ok() && !absl::IsCancelled(status)) recent_errors_.Add(status);
   const std::string outcome = absl::StatusCodeToString(status.code());
   std::string reason = status.ok() ? FinishName(finish_reason) : ReasonOf(status);
   if (!sent && IsReject(status)) {

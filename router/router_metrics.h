@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "router/cluster.h"
+#include "router/recent_errors.h"
 #include "router/text_pool.h"
 #include "server/metrics.h"
 #include "weft/v1/inference.pb.h"
@@ -28,6 +29,9 @@ class RouterMetrics {
   // It goes on elsewhere.
   void OnReplay() { replays_.Increment(); }
 
+  std::int64_t requests_in_flight() const { return in_flight_.load(std::memory_order_relaxed); }
+  const RecentErrors& recent_errors() const { return recent_errors_; }
+
   // For StreamWriterOptions.
   std::atomic<std::int64_t>* stream_buffer_bytes() { return &stream_buffer_bytes_; }
 
@@ -40,6 +44,7 @@ class RouterMetrics {
   prometheus::Counter& retries_;
   prometheus::Counter& replays_;
   std::atomic<std::int64_t> in_flight_{0};
+  RecentErrors recent_errors_;
   std::atomic<std::int64_t> stream_buffer_bytes_{0};
 };
 

@@ -20,6 +20,7 @@ namespace weft {
 namespace {
 
 constexpr std::string_view kMetricsType = "text/plain; version=0.0.4; charset=utf-8";
+constexpr std::string_view kPageType = "text/html; charset=utf-8";
 constexpr std::string_view kTextType = "text/plain; charset=utf-8";
 
 // Runs call(fd, address, its length) on a socket for HOST:PORT; the error of it, or nothing.
@@ -145,6 +146,11 @@ void MetricsServer::SetReadiness(Check check) {
   readiness_ = std::move(check);
 }
 
+void MetricsServer::SetStatusPage(std::function<std::string()> page) {
+  MutexLock lock(mutex_);
+  status_page_ = std::move(page);
+}
+
 int MetricsServer::Handle(mg_connection* connection, void* self) {
   const mg_request_info& request = *mg_get_request_info(connection);
   const std::string_view method = request.request_method;
@@ -160,6 +166,13 @@ void MetricsServer::Answer(mg_connection* connection, std::string_view path) {
   if (path == "/metrics") {
     Send(connection, "200 OK", kMetricsType, registry_.Scrape());
     return;
+  }
+  if (path == "/statusz") {
+    MutexLock lock(mutex_);
+    if (status_page_ != nullptr) {
+      Send(connection, "200 OK", kPageType, status_page_());
+      return;
+    }
   }
   absl::Status status;
   if (path == "/healthz") {

@@ -33,6 +33,7 @@ struct MetricsFlags {
 //   /metrics  the registry, in Prometheus's text format
 //   /healthz  200 while this process gets on with its work or has none, else 503 and why
 //   /readyz   200 while it takes requests, else 503 and why
+//   /statusz  a page for people, if there is one
 // Anything else is 404. GET and HEAD only.
 //
 // Thread-safe. Handlers run on two threads of the server's own.
@@ -60,6 +61,8 @@ class MetricsServer {
   // the previous check is not running and will not run again.
   void SetLiveness(Check check);
   void SetReadiness(Check check);
+  // Makes the HTML of /statusz, likewise.
+  void SetStatusPage(std::function<std::string()> page);
 
  private:
   explicit MetricsServer(const MetricRegistry& registry) : registry_(registry) {}
@@ -73,6 +76,7 @@ class MetricsServer {
   Mutex mutex_;
   Check liveness_ ABSL_GUARDED_BY(mutex_);
   Check readiness_ ABSL_GUARDED_BY(mutex_);
+  std::function<std::string()> status_page_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace weft

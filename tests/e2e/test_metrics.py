@@ -247,6 +247,15 @@ def test_probes_follow_progress_and_readiness(cluster, targets, tmp_path):
     assert get(router, "/readyz")[0] == 200
 
 
+def test_the_status_page_shows_groups_and_errors(cluster, targets):
+    router = targets[0]
+    assert start(cluster, "--prompt-token-ids=999999999", "--max-tokens=1").wait(30) == 1
+    status, page = get(router, "/statusz")
+    assert status == 200 and page.count("class=bar") == 2, page
+    assert "1 of 1 groups ready" in page and "<td>INVALID_ARGUMENT</td>" in page
+    assert get(targets[1], "/statusz")[0] == 404
+
+
 def test_a_port_in_use_is_one_clear_line():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
