@@ -54,6 +54,9 @@ std::string FormatServerInfo(const v1::GetServerInfoResponse& info) {
     text += fmt::format("  model    {}, {} tokens at most, weights {}, KV {}\n", group.model(),
                         group.max_model_len(), group.dtype(), group.kv_cache_dtype());
     text += fmt::format("  layout   {}\n", DescribeLayout(group));
+    for (const std::string& warning : group.warnings()) {
+      text += fmt::format("  note     {}\n", warning);
+    }
     text += fmt::format("  KV used  {} of {} blocks ({:.1f} %)\n", used, group.num_blocks(),
                         group.num_blocks() == 0 ? 0.0 : 100.0 * used / group.num_blocks());
     text += fmt::format("  requests {} running, {} waiting\n", group.num_requests_running(),

@@ -7,6 +7,7 @@
 
 #include "fmt/format.h"
 #include "server/base/check.h"
+#include "server/base/status_macros.h"
 
 namespace weft {
 namespace {
@@ -89,6 +90,8 @@ void GroupFlags::AddTo(OptionParser& parser) {
              "auto: the model's, lowered to what fits");
 
   parser.Group("Layout");
+  parser.AddEnum("--device", &device, {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}},
+                 "What the ranks compute on; only cpu is there");
   parser.Add("--tensor-parallel-size,-tp", &tensor_parallel_size, "Ranks of the group",
              Range(1, kMaxRanks));
   parser.Add("--decode-context-parallel-size,-dcp", &decode_context_parallel_size,
@@ -117,6 +120,7 @@ void GroupFlags::AddTo(OptionParser& parser) {
              Range(1, kMaxRows));
   parser.Add("--max-num-waiting", &max_num_waiting, "Requests that may wait for a place",
              Range(1, kMaxWaiting));
+  parser.Add("--speculative-config", &speculative_config, "Refused: tokens are not drafted");
   parser.Add("--async-scheduling", &async_scheduling, "Plan a step while the one before runs");
 
   parser.Group("Memory");
@@ -138,15 +142,26 @@ void GroupFlags::AddTo(OptionParser& parser) {
              "For tests: preempt a sequence every so many steps; 0: never", Range(0, kMaxInt32));
 }
 
+std::vector<Feature> GroupFlags::Features() const {
+  std::vector<Feature> features = {Feature::kChunkedPrefill, Feature::kPreemption};
+  const auto add = [&](bool asked, Feature feature) {
+    if (asked) features.push_back(feature);
+  };
+  add(decode_context_parallel_size > 1, Feature::kDecodeContextParallel);
+  add(dcp_comm_backend == "a2a", Feature::kA2aExchange);
+  add(dcp_replicate_query, Feature::kReplicatedQueries);
+  add(enable_expert_parallel, Feature::kExpertParallel);
+  add(async_scheduling, Feature::kAsyncScheduling);
+  add(prefill_context_parallel_size != 1, Feature::kPrefillContextParallel);
+  add(!speculative_config.empty(), Feature::kSpeculativeDecoding);
+  return features;
+}
+
 absl::Status GroupFlags::Check() const {
   if (model.empty()) {
     return absl::InvalidArgumentError("no model: give --model DIR or the directory itself");
   }
-  if (prefill_context_parallel_size != 1) {
-    return absl::InvalidArgumentError(
-        fmt::format("--prefill-context-parallel-size is {}; only 1 is supported",
-                    prefill_context_parallel_size));
-  }
+  RETURN_IF_ERROR(CheckCapabilitiesOfAnyModel(device, Features()));
   if (tensor_parallel_size % decode_context_parallel_size != 0) {
     return absl::InvalidArgumentError(
         fmt::format("--decode-context-parallel-size is {}; it has to divide "
@@ -175,19 +190,26 @@ std::vector<std::string> GroupFlags::Arguments(const OptionParser& parser) {
   return parser.Arguments([&worker](std::string_view name) { return worker.Has(name); });
 }
 
-absl::StatusOr<std::optional<std::int64_t>> ParseModelLen(std::string_view text) {
-  if (text == "auto") return std::nullopt;
+std::optional<std::int64_t> ParseTokens(std::string_view text) {
   std::int64_t number = 0;
   const char* const last = text.data() + text.size();
   const auto [end, error] = std::from_chars(text.data(), last, number);
   const auto factor = SuffixFactor({end, static_cast<std::size_t>(last - end)});
-  if (error != std::errc() || !factor.ok() || number > kMaxInt32 / *factor ||
-      number * *factor < 2) {
+  if (error != std::errc() || !factor.ok() || number > kMaxInt32 / *factor || number < 1) {
+    return std::nullopt;
+  }
+  return number * *factor;
+}
+
+absl::StatusOr<std::optional<std::int64_t>> ParseModelLen(std::string_view text) {
+  if (text == "auto") return std::nullopt;
+  const std::optional<std::int64_t> tokens = ParseTokens(text);
+  if (tokens.value_or(0) < 2) {
     return absl::InvalidArgumentError(fmt::format(
         "--max-model-len is \"{}\"; auto, or 2 to {}, with k, K, m or M behind it, is allowed",
         text, kMaxInt32));
   }
-  return number * *factor;
+  return tokens;
 }
 
 }  // namespace weft

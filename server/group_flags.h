@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/capabilities.h"
 #include "server/options.h"
 
 namespace weft {
@@ -33,14 +34,17 @@ struct CommonFlags {
 // which acts on it, and for `weft serve` and `weft generate`, which pass it on. Names are vLLM's
 // where it has them.
 struct GroupFlags : CommonFlags {
+  Device device = Device::kCpu;
   std::int32_t tensor_parallel_size = 1;
   std::int32_t decode_context_parallel_size = 1;
-  std::int32_t prefill_context_parallel_size = 1;  // only 1 passes Check()
+  std::int32_t prefill_context_parallel_size = 1;
   std::optional<std::int32_t> cp_kv_cache_interleave_size;
   std::optional<std::int32_t> block_size;
   std::string dcp_comm_backend = "ag_rs";
   bool dcp_replicate_query = false;
   bool enable_expert_parallel = false;
+  // Known so that it is refused with a reason; see capabilities.h.
+  std::string speculative_config;
 
   std::string max_model_len = "auto";
   std::int32_t max_num_seqs = 64;
@@ -60,6 +64,9 @@ struct GroupFlags : CommonFlags {
 
   // Adds every flag, CommonFlags' too; `this` must outlive `parser`.
   void AddTo(OptionParser& parser);
+
+  // What of the capability table these flags ask for.
+  std::vector<Feature> Features() const;
 
   // INVALID_ARGUMENT for what no group can be, as far as it shows without reading the model.
   absl::Status Check() const;
@@ -86,8 +93,12 @@ struct WorkerLimits {
   void AddTo(OptionParser& parser);
 };
 
-// "auto" (nothing), a number, or one with a suffix: k, m are 1000 and its square, K, M 1024 and
-// its. INVALID_ARGUMENT for anything else, and for less than 2: a prompt token and one more.
+// A number of tokens, at least 1, perhaps with a suffix: k, m are 1000 and its square, K, M 1024
+// and its. Nothing for anything else.
+std::optional<std::int64_t> ParseTokens(std::string_view text);
+
+// "auto" (nothing), or tokens. INVALID_ARGUMENT for anything else, and for less than 2: a prompt
+// token and one more.
 absl::StatusOr<std::optional<std::int64_t>> ParseModelLen(std::string_view text);
 
 }  // namespace weft

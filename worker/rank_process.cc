@@ -71,6 +71,8 @@ RankModelOptions ModelOptionsOf(const RankProcessOptions& options) {
                      .block_size = flags.block_size,
                      .interleave = flags.cp_kv_cache_interleave_size,
                      .replicate_query = flags.dcp_replicate_query},
+          .device = flags.device,
+          .features = flags.Features(),
           .rank = options.rank,
           .dtype = ParseDType(flags.dtype),
           .kv_cache_dtype = ParseDType(flags.kv_cache_dtype),
@@ -245,6 +247,7 @@ v1::GroupState DescribeGroup(const RankProcessOptions& options, const RankModel&
   group.set_dtype(std::string(DTypeName(model.dtype)));
   group.set_kv_cache_dtype(std::string(DTypeName(model.kv_shape.dtype)));
   group.set_dcp_comm_backend(options.group.dcp_comm_backend);
+  for (const std::string& warning : model.warnings) group.add_warnings(warning);
   state.set_vocab_size(model.config.vocab_size);
   const std::int32_t max_logprobs = options.request_limits.max_logprobs;
   state.set_max_logprobs(max_logprobs == -1 ? model.config.vocab_size : max_logprobs);

@@ -157,6 +157,8 @@ TEST_F(CliTest, BadCommandLinesAreOneLineAndAConfigurationError) {
       {{"serve", "m", "--port=70000"}, "--port"},
       {{"serve", "m", "-tp", "3", "-dcp", "2"}, "--decode-context-parallel-size is 2"},
       {{"serve", "m", "--prefill-context-parallel-size=2"}, "only 1 is supported"},
+      {{"serve", "m", "--device=cuda"}, "only cpu is there"},
+      {{"serve", "m", "--speculative-config={}"}, "--speculative-config: "},
       {{"serve", "m", "--max-model-len=huge"}, "--max-model-len is \"huge\""},
       {{"serve", "m", "--dtype=int3"}, "--dtype"},
       {{"serve", "m", "--no-such-flag"}, "--no-such-flag"},

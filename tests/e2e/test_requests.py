@@ -121,6 +121,8 @@ BAD_STARTS = [
     (["-tp", 9], "9"),
     (["-tp", 2, "-dcp", 2, "--block-size=10", "--cp-kv-cache-interleave-size=4"], "8"),
     (["--prefill-context-parallel-size=2"], "prefill-context-parallel-size"),
+    (["--device=cuda"], "--device=cuda: this build has no kernels for it; only cpu is there"),
+    (["--speculative-config={}"], "--speculative-config: "),
     (["--max-model-len=1000000"], "512"),
     (["-tp", 2, "--max-model-len=512", "--num-gpu-blocks-override=2", "--block-size=16"], "32"),
     (["--kv-cache-memory-bytes=10"], "10"),

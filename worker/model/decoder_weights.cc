@@ -182,6 +182,14 @@ absl::Status LoadMlaLatent(const Loader& loader, const ModelConfig& c, const Sha
                                                           {begin, begin + mla.qk_nope_head_dim}));
     w.k_up.push_back(std::move(k_up));
   }
+  const IndexRange own = layout.QHeads();
+  for (std::int32_t head = own.begin; CanDecompress(c) && head < own.end; ++head) {
+    const std::int32_t begin = head * head_rows;
+    ASSIGN_OR_RETURN(
+        PackedMatrix k,
+        loader.Rows({{kv_b, rows, {begin, begin + mla.qk_nope_head_dim}}}, mla.kv_lora_rank));
+    w.k_from_latent.push_back(std::move(k));
+  }
   const bool before_merge = MergedDim(c, layout) < c.value_dim;
   const IndexRange values = before_merge ? layout.GroupQHeads() : layout.QHeads();
   for (std::int32_t head = values.begin; head < values.end; ++head) {
@@ -289,46 +297,6 @@ absl::Status LoadLayer(const Loader& loader, const ModelConfig& c, const ShardLa
 
 }  // namespace
 
-absl::Status CheckRanksCanShare(const ModelConfig& config, const ShardLayout& layout,
-                                bool expert_parallel) {
-  const std::int32_t tp = layout.tensor_parallel_size();
-  struct Dimension {
-    std::string_view key;
-    std::int32_t size;
-  };
-  std::vector<Dimension> dimensions = {{"vocab_size", config.vocab_size}};
-  for (std::int32_t layer = 0; layer < config.num_layers; ++layer) {
-    if (config.HasExperts(layer)) continue;
-    dimensions.push_back({"intermediate_size", config.intermediate_size});
-    break;
-  }
-  if (config.moe.has_value()) {
-    const MoeConfig& moe = *config.moe;
-    dimensions.push_back(expert_parallel ? Dimension{"the number of experts", moe.num_experts}
-                                         : Dimension{"an expert's width", moe.intermediate_size});
-    if (moe.shared_intermediate_size > 0) {
-      dimensions.push_back({"the shared experts' width", moe.shared_intermediate_size});
-    }
-  } else if (expert_parallel) {
-    return absl::InvalidArgumentError(
-        fmt::format("--enable-expert-parallel is set, but {} has no experts", config.architecture));
-  }
-  for (const Dimension& dimension : dimensions) {
-    if (dimension.size >= tp) continue;
-    return absl::InvalidArgumentError(fmt::format(
-        "--tensor-parallel-size is {}; {} of this model is {}, so at most as many ranks "
-        "can share it",
-        tp, dimension.key, dimension.size));
-  }
-  return absl::OkStatus();
-}
-
-std::int32_t MergedDim(const ModelConfig& config, const ShardLayout& layout) {
-  const bool alone = layout.decode_context_parallel_size() == 1;
-  return alone || !config.mla.has_value() ? config.value_dim
-                                          : std::min(config.value_dim, config.mla->v_head_dim);
-}
-
 std::int64_t DecoderWeights::SizeBytes() const {
   const auto bytes_of = [](const auto& parts) {
     std::int64_t bytes = 0;
@@ -343,7 +311,8 @@ std::int64_t DecoderWeights::SizeBytes() const {
                                        &w.gate_up, &w.down, &w.moe.router}) {
       bytes += matrix->size_bytes();
     }
-    for (const auto* matrices : {&w.mla.k_up, &w.mla.v_up, &w.moe.gate_up, &w.moe.down}) {
+    for (const auto* matrices :
+         {&w.mla.k_up, &w.mla.k_from_latent, &w.mla.v_up, &w.moe.gate_up, &w.moe.down}) {
       for (const PackedMatrix& matrix : *matrices) bytes += matrix.size_bytes();
     }
     bytes +=

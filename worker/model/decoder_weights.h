@@ -8,6 +8,7 @@
 #include "kernels/device/stream.h"
 #include "kernels/linear.h"
 #include "worker/model/model_config.h"
+#include "worker/model/model_layout.h"
 #include "worker/model/safetensors.h"
 #include "worker/model/shard_layout.h"
 
@@ -26,6 +27,9 @@ struct MlaWeights {
   std::vector<float> kv_a_norm;
   // W_UK of each projected head, transposed: [kv_lora_rank, nope].
   std::vector<kernels::PackedMatrix> k_up;
+  // W_UK of each own head as it is, [nope, kv_lora_rank], to decompress keys with; empty where the
+  // kernels have no room for decompressed heads.
+  std::vector<kernels::PackedMatrix> k_from_latent;
   // W_UV of each own head, or of the DCP group's if values are projected before they are merged:
   // [v_head_dim, kv_lora_rank].
   std::vector<kernels::PackedMatrix> v_up;
@@ -78,16 +82,6 @@ struct DecoderWeights {
 inline const float* OrNull(const std::vector<float>& bias) {
   return bias.empty() ? nullptr : bias.data();
 }
-
-// INVALID_ARGUMENT when T is larger than a dimension that the ranks divide; with `expert_parallel`
-// they share out whole experts, else each expert's width.
-absl::Status CheckRanksCanShare(const ModelConfig& config, const ShardLayout& layout,
-                                bool expert_parallel);
-
-// How many floats of each head's output the ranks of a DCP group exchange: those that attention
-// sums, or the fewer that MLA projects them to. Then a rank projects what it has of all the group's
-// heads.
-std::int32_t MergedDim(const ModelConfig& config, const ShardLayout& layout);
 
 // Packs this rank's part of `checkpoint` as `dtype` (norms and biases stay fp32). `on_layer(done)`
 // is called after each layer, for progress. CheckRanksCanShare() has said yes. Errors name file,

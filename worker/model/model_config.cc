@@ -38,6 +38,16 @@ std::vector<std::int32_t> ReadTokenIds(JsonFields& fields, const std::string& ke
 
 }  // namespace
 
+absl::StatusOr<ModelConfig> DescribeModel(const std::filesystem::path& config_json) {
+  ASSIGN_OR_RETURN(json object, ReadJsonObject(config_json, kMaxFileBytes));
+  object.erase("quantization_config");
+  JsonFields fields(object, config_json.string());
+  ASSIGN_OR_RETURN(ModelConfig config, ReadFamily(fields));
+  config.dtype = ReadDType(fields);
+  RETURN_IF_ERROR(fields.status());
+  return config;
+}
+
 absl::StatusOr<ModelConfig> LoadModelConfig(const std::filesystem::path& model_dir) {
   const std::filesystem::path path = model_dir / "config.json";
   ASSIGN_OR_RETURN(const json object, ReadJsonObject(path, kMaxFileBytes));

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/dtype.h"
 #include "kernels/moe.h"
+#include "server/capabilities.h"
 
 namespace weft {
 
@@ -107,12 +108,21 @@ struct ModelConfig {
   bool HasWindow(std::int32_t layer) const {
     return sliding_window > 0 && layer >= first_window_layer;
   }
+  AttentionKind attention_kind() const {
+    return mla.has_value()      ? AttentionKind::kMla
+           : sliding_window > 0 ? AttentionKind::kSlidingWindow
+                                : AttentionKind::kGqa;
+  }
   bool HasExperts(std::int32_t layer) const { return moe.has_value() && moe->layers[layer]; }
 };
 
 // Reads MODEL_DIR/config.json and generation_config.json. NOT_FOUND when there is no config.json;
 // INVALID_ARGUMENT names file, key and value, and what is allowed.
 absl::StatusOr<ModelConfig> LoadModelConfig(const std::filesystem::path& model_dir);
+
+// Reads that config.json alone, for planning: what quantization_config says of the weights is left
+// aside, and so are the tokens that end a sequence.
+absl::StatusOr<ModelConfig> DescribeModel(const std::filesystem::path& config_json);
 
 // inv_freq[i] for pair i of head_dim / 2, and what cos and sin are multiplied by.
 // Formulas and order of roundings: transformers' modeling_rope_utils, in float32.

@@ -2,6 +2,7 @@
 #include <array>
 #include <cmath>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "fmt/format.h"
@@ -320,6 +321,11 @@ std::string SupportedArchitectures() {
   return list;
 }
 
+// Architectures that are known, and refused as the capability table says.
+constexpr std::pair<std::string_view, AttentionKind> kRefusedFamilies[] = {
+    {"DeepseekV32ForCausalLM", AttentionKind::kSparseMla},
+};
+
 absl::StatusOr<const Family*> FindFamily(JsonFields& fields) {
   const std::string supported =
       fmt::format("supported architectures: {}", SupportedArchitectures());
@@ -331,6 +337,13 @@ absl::StatusOr<const Family*> FindFamily(JsonFields& fields) {
   }
   if (!named && model_type.empty()) fields.Fail("architectures", supported);
   RETURN_IF_ERROR(fields.status());
+  for (const auto& [architecture, kind] : kRefusedFamilies) {
+    if (!named || fields.Raw("architectures").front() != architecture) continue;
+    const Feature any[] = {Feature::kDecodeContextParallel};
+    const absl::Status refused = CheckCapabilities(Device::kCpu, kind, any).status();
+    fields.Fail("architectures", fmt::format("{}; {}", std::string(refused.message()), supported));
+    return fields.status();
+  }
   for (const Family& family : kFamilies) {
     if (named ? fields.Raw("architectures").front() != family.architecture
               : !HasModelType(family, model_type)) {

@@ -46,22 +46,6 @@ absl::StatusOr<std::int32_t> BlocksThatFit(const RankModelOptions& options,
   return static_cast<std::int32_t>(blocks);
 }
 
-// The largest N that still removes copies, with this layout's T.
-std::int32_t LargestUsefulDcp(const ShardLayout& layout, const ModelConfig& config) {
-  std::int32_t useful = 1;
-  double copies = 0;
-  for (std::int32_t n = 1; n <= layout.tensor_parallel_size(); ++n) {
-    const absl::StatusOr<ShardLayout> other = ShardLayout::Create(
-        {.tensor_parallel_size = layout.tensor_parallel_size(), .decode_context_parallel_size = n},
-        {.num_q_heads = config.num_q_heads, .num_kv_heads = config.num_kv_heads}, 0);
-    if (!other.ok()) continue;  // n does not divide T
-    if (n > 1 && other->KvCopies() >= copies) continue;
-    copies = other->KvCopies();
-    useful = n;
-  }
-  return useful;
-}
-
 // What a rank holds and sends of its DCP group's other heads so that less is exchanged; a line
 // each.
 std::string ExtraWeights(const ModelConfig& config, const ShardLayout& layout, DType dtype) {
@@ -98,9 +82,12 @@ struct Described {
   ModelConfig config;
   ShardLayout layout;
   std::unique_ptr<Checkpoint> checkpoint;
+  std::vector<std::string> warnings;  // of experimental features
 
   static absl::StatusOr<Described> Read(const RankModelOptions& options) {
     ASSIGN_OR_RETURN(ModelConfig config, LoadModelConfig(options.model_dir));
+    ASSIGN_OR_RETURN(std::vector<std::string> warnings,
+                     CheckCapabilities(options.device, config.attention_kind(), options.features));
     ASSIGN_OR_RETURN(ShardLayout layout, ShardLayout::Create(options.layout,
                                                              {.num_q_heads = config.num_q_heads,
                                                               .num_kv_heads = config.num_kv_heads},
@@ -114,7 +101,7 @@ struct Described {
     RETURN_IF_ERROR(CheckRanksCanShare(config, layout, options.expert_parallel));
     ASSIGN_OR_RETURN(std::unique_ptr<Checkpoint> checkpoint, Checkpoint::Open(options.model_dir));
     RETURN_IF_ERROR(CheckTensors(config, *checkpoint));
-    return Described{std::move(config), layout, std::move(checkpoint)};
+    return Described{std::move(config), layout, std::move(checkpoint), std::move(warnings)};
   }
 };
 
@@ -128,7 +115,7 @@ absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kerne
                                           const std::function<void(int done, int of)>& on_layer) {
   const std::int64_t available_bytes = AvailableMemoryBytes();  // before our weights are in it
   ASSIGN_OR_RETURN(Described described, Described::Read(options));
-  auto& [config, layout, checkpoint] = described;
+  auto& [config, layout, checkpoint, warnings] = described;
   const DType dtype = options.dtype.value_or(config.dtype);
   const DType kv_dtype =
       options.kv_cache_dtype.value_or(dtype == DType::kFloat32 ? DType::kFloat32 : DType::kFloat16);
@@ -144,13 +131,17 @@ absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kerne
                                       stream, [&](int done) { on_layer(done, num_layers); }));
   ASSIGN_OR_RETURN(std::int32_t num_blocks, BlocksThatFit(options, config, layout, shape,
                                                           weights.SizeBytes(), available_bytes));
+  if (std::string note = LayoutNote(layout, config); !note.empty()) {
+    warnings.push_back(std::move(note));
+  }
   return RankModel{.config = std::move(config),
                    .layout = layout,
                    .weights = std::move(weights),
                    .dtype = dtype,
                    .kv_shape = shape,
                    .num_blocks = num_blocks,
-                   .fingerprint = checkpoint->fingerprint()};
+                   .fingerprint = checkpoint->fingerprint(),
+                   .warnings = std::move(warnings)};
 }
 
 absl::StatusOr<std::int64_t> RankModel::ResolveMaxModelLen(std::optional<std::int64_t> asked,
@@ -192,19 +183,7 @@ std::string RankModel::Summary(std::int32_t group_blocks, std::int64_t max_model
       DTypeName(kv_shape.dtype), group_blocks, capacity,
       static_cast<double>(capacity) / static_cast<double>(max_model_len), max_model_len);
   text += ExtraWeights(config, layout, dtype);
-  const std::int32_t useful = LargestUsefulDcp(layout, config);
-  if (n > useful) {
-    text += fmt::format(
-        "note: decode_context_parallel_size above {} removes no further copy of this model's KV: "
-        "it "
-        "evens the shards out and adds collectives, but saves no memory\n",
-        useful);
-  } else if (n < useful) {
-    text += fmt::format(
-        "note: each KV entry is stored {:.2f} times; decode_context_parallel_size up to {} removes "
-        "copies\n",
-        layout.KvCopies(), useful);
-  }
+  for (const std::string& warning : warnings) text += fmt::format("note: {}\n", warning);
   return text;
 }
 

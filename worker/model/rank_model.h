@@ -5,6 +5,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/device/stream.h"
@@ -20,6 +21,8 @@ namespace weft {
 struct RankModelOptions {
   std::filesystem::path model_dir;
   LayoutOptions layout;
+  Device device = Device::kCpu;
+  std::vector<Feature> features;  // that are asked for; the capability table says what is refused
   std::int32_t rank = 0;
   std::optional<DType> dtype;                 // absent: the checkpoint's
   std::optional<DType> kv_cache_dtype;        // absent: float32 with float32 weights, else float16
@@ -46,6 +49,8 @@ struct RankModel {
   KvCacheShape kv_shape;
   std::int32_t num_blocks = 0;    // that this rank's budget holds; the group uses the minimum
   std::uint64_t fingerprint = 0;  // of the checkpoint
+  // For people: what is experimental, and what this layout does not buy.
+  std::vector<std::string> warnings;
 
   // What can be checked before weights are read: config, layout, lengths, every tensor's shape. A
   // supervisor asks before it starts ranks, so that a mistake is one line and not one per rank.

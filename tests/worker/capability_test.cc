@@ -1,0 +1,175 @@
+// The capability table: every cell it supports is run, every cell it refuses is refused at start,
+// and the README shows what came of it.
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "fmt/format.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "server/capabilities.h"
+#include "tests/golden.h"
+#include "tests/worker/local_group.h"
+
+namespace weft {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+// Goldens have no window beside experts.
+const char* CheckpointOf(AttentionKind kind, Feature feature) {
+  const bool experts = feature == Feature::kExpertParallel;
+  switch (kind) {
+    case AttentionKind::kGqa:
+      return experts ? "qwen3_moe_norm" : "llama_gqa";
+    case AttentionKind::kSlidingWindow:
+      return experts ? nullptr : "mistral_window";
+    case AttentionKind::kMla:
+      return "deepseek_v2_lite";
+    case AttentionKind::kSparseMla:
+      return "deepseek_v32";
+  }
+  return nullptr;
+}
+
+LocalGroupOptions OptionsOf(Device device, Feature feature, const std::filesystem::path& dir) {
+  LocalGroupOptions options;
+  options.model.model_dir = dir;
+  options.model.device = device;
+  options.model.features = {feature};
+  options.model.layout = {.tensor_parallel_size = 2,
+                          .decode_context_parallel_size = 2,
+                          .block_size = 8,
+                          .interleave = 2,
+                          .replicate_query = feature == Feature::kReplicatedQueries};
+  options.model.max_model_len = 192;
+  options.model.num_blocks = feature == Feature::kPreemption ? 30 : 100;
+  options.model.max_num_batched_tokens = feature == Feature::kChunkedPrefill ? 7 : 256;
+  options.model.expert_parallel = feature == Feature::kExpertParallel;
+  if (feature == Feature::kA2aExchange) options.model.exchange = DcpExchange::kA2a;
+  options.rank.stall_timeout = absl::Seconds(20);
+  options.async_scheduling = feature == Feature::kAsyncScheduling;
+  if (feature == Feature::kPreemption) options.force_preemption_every = 5;
+  return options;
+}
+
+void ExpectTheReferencesTokens(const LocalGroupOptions& options) {
+  const Golden golden = LoadGolden(options.model.model_dir);
+  auto group = LocalGroup::Start(options);
+  ASSERT_TRUE(group.ok()) << group.status();
+  std::vector<EngineRequest> requests;
+  const auto names = {"len7", "len33", "len130"};
+  for (const char* name : names) {
+    const GoldenPrompt& prompt = golden.Prompt(name);
+    EngineRequest request;
+    request.prompt_token_ids = prompt.ids;
+    request.max_tokens = static_cast<std::int32_t>(prompt.greedy.size());
+    request.ignore_eos = true;
+    request.sampling.temperature = 0;
+    requests.push_back(std::move(request));
+  }
+  const std::vector<Completion> completions = (*group)->Generate(std::move(requests));
+  int preemptions = 0;
+  auto completion = completions.begin();
+  for (const char* name : names) {
+    EXPECT_TRUE(completion->status.ok()) << completion->status;
+    EXPECT_EQ(completion->token_ids, golden.Prompt(name).greedy) << name;
+    preemptions += completion->num_preemptions;
+    ++completion;
+  }
+  EXPECT_EQ(preemptions > 0, options.force_preemption_every > 0);
+}
+
+// Runs the cell, or sees it refused.
+void CheckCell(Device device, AttentionKind kind, Feature feature) {
+  const Capability capability = CapabilityOf(device, kind, feature);
+  const char* const checkpoint = CheckpointOf(kind, feature);
+  if (checkpoint == nullptr) return;
+  const auto dir = GoldenPath(checkpoint);
+  if (!dir.has_value()) {
+    EXPECT_EQ(std::getenv("CI"), nullptr) << "golden " << checkpoint << " is missing";
+    std::printf("golden %s is missing: left out\n", checkpoint);
+    return;
+  }
+  const LocalGroupOptions options = OptionsOf(device, feature, *dir);
+  if (capability.support != Support::kRefused) {
+    ExpectTheReferencesTokens(options);
+    return;
+  }
+  const absl::Status status = RankModel::Check(options.model);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  // A sparse model is refused when its config is read, whatever the device.
+  const bool by_config = kind == AttentionKind::kSparseMla;
+  const std::string_view reason =
+      by_config ? CapabilityOf(Device::kCpu, kind, feature).reason : capability.reason;
+  EXPECT_THAT(std::string(status.message()), HasSubstr(std::string(reason)));
+}
+
+TEST(CapabilityTest, EveryCellRunsOrIsRefusedAtStart) {
+  for (Device device : kDevices) {
+    for (AttentionKind kind : kAttentionKinds) {
+      for (Feature feature : kFeatures) {
+        SCOPED_TRACE(fmt::format("{} {} {}", DeviceName(device), AttentionKindName(kind),
+                                 FeatureName(feature)));
+        CheckCell(device, kind, feature);
+      }
+    }
+  }
+}
+
+std::string Table() {
+  const auto words = [](Capability capability) {
+    return capability.support == Support::kSupported      ? "yes"
+           : capability.support == Support::kExperimental ? "experimental"
+                                                          : "refused";
+  };
+  std::string text = "| `--device=cpu`, with DCP |";
+  std::string rule = "|---|";
+  for (AttentionKind kind : kAttentionKinds) {
+    text += fmt::format(" {} |", AttentionKindName(kind));
+    rule += "---|";
+  }
+  text += "\n" + rule + "\n";
+  for (Feature feature : kFeatures) {
+    const std::string name(FeatureName(feature));
+    text += fmt::format("| {} |", name.starts_with("--") ? "`" + name + "`" : name);
+    for (AttentionKind kind : kAttentionKinds) {
+      text += fmt::format(" {} |", words(CapabilityOf(Device::kCpu, kind, feature)));
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+TEST(CapabilityTest, TheReadmeHasTheTable) {
+  std::stringstream readme;
+  readme << std::ifstream(WEFT_SOURCE_DIR "/README.md").rdbuf();
+  EXPECT_THAT(readme.str(), HasSubstr(Table()));
+}
+
+TEST(CapabilityTest, WhatIsExperimentalWarns) {
+  const std::vector<CapabilityRule> rules = {
+      {.kinds = {AttentionKind::kMla},
+       .features = {Feature::kA2aExchange, Feature::kPreemption},
+       .capability = {Support::kExperimental, "few have tried it"}},
+      {.features = {Feature::kPreemption}, .capability = {Support::kRefused, "not here"}}};
+  const Feature features[] = {Feature::kChunkedPrefill, Feature::kA2aExchange};
+  const auto mla = CheckCapabilities(Device::kCpu, AttentionKind::kMla, features, rules);
+  ASSERT_TRUE(mla.ok()) << mla.status();
+  EXPECT_THAT(*mla,
+              ElementsAre("--dcp-comm-backend=a2a with MLA: experimental: few have tried it"));
+  const auto gqa = CheckCapabilities(Device::kCpu, AttentionKind::kGqa, features, rules);
+  ASSERT_TRUE(gqa.ok()) << gqa.status();
+  EXPECT_THAT(*gqa, ElementsAre());
+  const Feature preemption[] = {Feature::kPreemption};
+  const auto refused = CheckCapabilities(Device::kCpu, AttentionKind::kGqa, preemption, rules);
+  EXPECT_EQ(refused.status(), absl::InvalidArgumentError("preemption: not here"));
+}
+
+}  // namespace
+}  // namespace weft
