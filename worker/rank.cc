@@ -33,6 +33,7 @@ RunnerOptions RunnerOptionsOf(const GroupAgreement& agreement, const RankOptions
           .max_model_len = agreement.max_model_len,
           .exchange = options.exchange,
           .progress = &progress.ticks(),
+          .mla_form = options.mla_form,
           .gather_all_logits = options.gather_all_logits};
 }
 
@@ -134,9 +135,7 @@ absl::StatusOr<std::unique_ptr<Communicator>> Rank::Connect() {
   world_ = make(0, 0, tp, RankRunner::MaxCollectiveBytes(model_.config, layout, runner_options),
                 options_.stall_timeout);
   dcp_ = make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp,
-              DcpAttention::MaxCollectiveBytes(layout, model_.config.head_dim,
-                                               MergedDim(model_.config, layout),
-                                               options_.max_num_batched_tokens),
+              MaxAttentionCollectiveBytes(model_.config, layout, options_.max_num_batched_tokens),
               options_.stall_timeout);
   // Ranks get here at different times: some have more to allocate, or a slower disk.
   return make(1 + tp, 0, tp, kMeetingBytesPerRank * tp, kMeetingTimeout);

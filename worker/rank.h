@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -80,7 +81,8 @@ struct RankOptions {
   std::int32_t max_num_batched_tokens = 256;
   DcpExchange exchange = DcpExchange::kAgRs;
   absl::Duration stall_timeout = absl::Seconds(3);
-  bool gather_all_logits = false;  // see RunnerOptions
+  std::optional<MlaForm> mla_form;  // see RunnerOptions
+  bool gather_all_logits = false;
 };
 
 // What a rank needs that exchanges KV with other groups.

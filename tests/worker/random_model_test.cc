@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <map>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -288,6 +289,9 @@ LocalGroupOptions DrawLayout(RandomModel& model, const std::filesystem::path& di
                           .replicate_query = draw.Coin()};
   options.model.exchange = draw.Coin() ? DcpExchange::kAgRs : DcpExchange::kA2a;
   options.model.expert_parallel = model.num_experts() >= tp && draw.Coin();
+  const std::optional<MlaForm> forms[] = {std::nullopt, MlaForm::kAbsorbed, MlaForm::kChunk,
+                                          MlaForm::kWhole};
+  options.rank.mla_form = forms[draw.Int(0, 3)];
   options.model.max_model_len = 40 * block_size;
   options.model.num_blocks = 43;
   options.rank.stall_timeout = absl::Seconds(20);

@@ -69,13 +69,14 @@ absl::StatusOr<DcpAttention> DcpAttention::Create(const ShardLayout& layout, std
   ASSIGN_OR_RETURN(a.send_, kernels::Buffer::Allocate(packed));
   ASSIGN_OR_RETURN(a.receive_, kernels::Buffer::Allocate(std::max(packed, all_lse)));
   ASSIGN_OR_RETURN(a.merged_, kernels::Buffer::Allocate(rows * padded * out_dim * f));
+  ASSIGN_OR_RETURN(a.merged_lse_, kernels::Buffer::Allocate(rows * padded * f));
   return a;
 }
 
 std::int64_t DcpAttention::workspace_bytes() const {
   std::int64_t bytes = 0;
-  for (const kernels::Buffer* buffer :
-       {&gathered_q_, &group_q_, &partial_, &partial_lse_, &send_, &receive_, &merged_}) {
+  for (const kernels::Buffer* buffer : {&gathered_q_, &group_q_, &partial_, &partial_lse_, &send_,
+                                        &receive_, &merged_, &merged_lse_}) {
     bytes += buffer->size_bytes();
   }
   return bytes;
@@ -112,6 +113,28 @@ absl::StatusOr<const float*> DcpAttention::GatherQueries(std::int32_t num_rows,
 absl::StatusOr<const float*> DcpAttention::Merge(std::int32_t num_rows, kernels::Stream& stream) {
   if (n_ == 1) return partial_.as<float>();
   return exchange_ == DcpExchange::kAgRs ? MergeAgRs(num_rows, stream) : MergeA2a(num_rows, stream);
+}
+
+absl::StatusOr<const float*> DcpAttention::MergedLse(std::int32_t num_rows,
+                                                     kernels::Stream& stream) {
+  if (n_ == 1) return partial_lse_.as<float>();
+  // What Merge() received still holds the LSEs of every rank.
+  const std::int64_t heads = static_cast<std::int64_t>(num_rows) * padded_heads_;
+  const bool gathered = exchange_ == DcpExchange::kAgRs;
+  const float* lse = receive_.as<float>() + (gathered ? dcp_->rank() * heads : heads * out_dim_);
+  const std::int64_t stride = gathered ? n_ * heads : heads * (out_dim_ + 1);
+  RETURN_IF_ERROR(kernels::LseMerge({.parts = merged_.as<float>(),
+                                     .lse = lse,
+                                     .part_stride = 0,
+                                     .lse_stride = stride,
+                                     .out = merged_.as<float>(),
+                                     .merged_lse = merged_lse_.as<float>(),
+                                     .num_parts = n_,
+                                     .num_rows = num_rows,
+                                     .num_heads = padded_heads_,
+                                     .head_dim = 0},
+                                    stream));
+  return merged_lse_.as<float>();
 }
 
 absl::StatusOr<const float*> DcpAttention::MergeAgRs(std::int32_t num_rows,

@@ -57,6 +57,10 @@ class DcpAttention {
   // call: [num_rows, PaddedQHeads(), out_dim], merged_stride() floats from row to row.
   absl::StatusOr<const float*> Merge(std::int32_t num_rows, kernels::Stream& stream);
   std::int64_t merged_stride() const { return merged_stride_; }
+  // After Merge(), until the next call: the log-sum-exp of all partial outputs of this rank's
+  // heads, merged_lse_stride() floats from row to row.
+  absl::StatusOr<const float*> MergedLse(std::int32_t num_rows, kernels::Stream& stream);
+  std::int64_t merged_lse_stride() const { return n_ > 1 ? padded_heads_ : group_heads_; }
 
   std::int64_t workspace_bytes() const;
 
@@ -85,6 +89,7 @@ class DcpAttention {
   kernels::Buffer send_;         // [N, rows * padded * (out_dim + 1)]
   kernels::Buffer receive_;      // as send_
   kernels::Buffer merged_;       // [rows, padded, out_dim]
+  kernels::Buffer merged_lse_;   // [rows, padded]
 };
 
 }  // namespace weft

@@ -17,6 +17,7 @@ class GqaLayer final : public AttentionLayer {
                                                                 std::int32_t max_rows,
                                                                 PagedAttention attention);
 
+  void BeginStep(const AttentionStep&) override {}
   absl::Status Run(std::int32_t layer, const DecoderLayerWeights& weights,
                    const AttentionStep& step, const float* normed, const float* residual, float* x,
                    kernels::Stream& stream) override;

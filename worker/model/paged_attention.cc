@@ -81,18 +81,29 @@ absl::Status PagedAttention::Append(std::int32_t layer, const AttentionStep& ste
 
 absl::StatusOr<const float*> PagedAttention::Attend(std::int32_t layer, const AttentionStep& step,
                                                     kernels::Stream& stream) {
-  const std::int32_t num_rows = step.rows.num_rows();
+  const StepRows& rows = step.rows;
+  const bool window = config_->HasWindow(layer);
+  return Attend(layer,
+                {.num_rows = rows.num_rows(),
+                 .slot = rows.slot.data(),
+                 .first_visible = (window ? rows.first_in_window : rows.first_visible).data(),
+                 .visible_len = rows.visible_len.data()},
+                step.slots, stream);
+}
+
+absl::StatusOr<const float*> PagedAttention::Attend(std::int32_t layer, const VisibleRows& rows,
+                                                    const SlotTable& slots,
+                                                    kernels::Stream& stream) {
+  const std::int32_t num_rows = rows.num_rows;
   ASSIGN_OR_RETURN(const float* group_q, dcp_attention_.GatherQueries(num_rows, stream));
   float* out = attended_.size_bytes() > 0 ? attended_.as<float>() : Partial();
-  const std::vector<std::int32_t>& first_visible =
-      config_->HasWindow(layer) ? step.rows.first_in_window : step.rows.first_visible;
   RETURN_IF_ERROR(kernels::GqaAttention({.q = group_q,
                                          .k_blocks = cache_->k_blocks(layer),
                                          .v_blocks = cache_->v_blocks(layer),
-                                         .block_table = step.slots.block_table(),
-                                         .row_slot = step.rows.slot.data(),
-                                         .first_visible = first_visible.data(),
-                                         .visible_len = step.rows.visible_len.data(),
+                                         .block_table = slots.block_table(),
+                                         .row_slot = rows.slot,
+                                         .first_visible = rows.first_visible,
+                                         .visible_len = rows.visible_len,
                                          .out = out,
                                          .lse = dcp_attention_.PartialLse(),
                                          .num_rows = num_rows,
@@ -104,7 +115,7 @@ absl::StatusOr<const float*> PagedAttention::Attend(std::int32_t layer, const At
                                          .head_dim = config_->head_dim,
                                          .value_dim = config_->value_dim,
                                          .block_tokens_per_rank = block_tokens_per_rank_,
-                                         .max_blocks_per_seq = step.slots.max_blocks_per_seq(),
+                                         .max_blocks_per_seq = slots.max_blocks_per_seq(),
                                          .kv_dtype = cache_->shape().dtype,
                                          .scale = config_->attention_scale},
                                         workspace_.data(), stream));

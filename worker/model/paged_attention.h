@@ -25,6 +25,14 @@ struct AttentionStep {
   const float* owned_sin;
 };
 
+// Rows that attend together, and the local entries that each sees.
+struct VisibleRows {
+  std::int32_t num_rows;
+  const std::int32_t* slot;           // [num_rows]
+  const std::int32_t* first_visible;  // [num_rows]
+  const std::int32_t* visible_len;    // [num_rows]
+};
+
 // What attention is between the projections, for every family: append at owned positions, attend to
 // what this rank holds, exchange and merge. Allocates nothing after Create(). One thread.
 class PagedAttention {
@@ -53,6 +61,9 @@ class PagedAttention {
   // value_dim]. That is Partial() if MergedDim() is value_dim; else it has yet to be brought there.
   absl::StatusOr<const float*> Attend(std::int32_t layer, const AttentionStep& step,
                                       kernels::Stream& stream);
+  // The same of some rows, whose queries are in Queries(rows.num_rows).
+  absl::StatusOr<const float*> Attend(std::int32_t layer, const VisibleRows& rows,
+                                      const SlotTable& slots, kernels::Stream& stream);
   float* Partial() const { return dcp_attention_.PartialOutput(); }  // [rows, heads, MergedDim()]
 
   // Partial() of all ranks, for this rank's heads: [num_rows, own heads, MergedDim()],
@@ -61,6 +72,12 @@ class PagedAttention {
     return dcp_attention_.Merge(num_rows, stream);
   }
   std::int64_t merged_stride() const { return dcp_attention_.merged_stride(); }
+  // After Merge(): the log-sum-exp of all that this rank's heads attended to, [num_rows, heads],
+  // merged_lse_stride() floats from row to row.
+  absl::StatusOr<const float*> MergedLse(std::int32_t num_rows, kernels::Stream& stream) {
+    return dcp_attention_.MergedLse(num_rows, stream);
+  }
+  std::int64_t merged_lse_stride() const { return dcp_attention_.merged_lse_stride(); }
 
   std::int64_t workspace_bytes() const;
 

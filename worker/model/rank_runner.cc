@@ -53,12 +53,12 @@ absl::StatusOr<std::unique_ptr<RankRunner>> RankRunner::Create(
     const ModelConfig& config, const ShardLayout& layout, const DecoderWeights& weights,
     KvCache& cache, Communicator& world, Communicator& dcp, const RunnerOptions& options,
     kernels::Stream& stream) {
-  ASSIGN_OR_RETURN(PagedAttention paged,
-                   PagedAttention::Create(config, layout, options.max_num_batched_tokens,
-                                          options.exchange, cache, dcp, stream));
-  ASSIGN_OR_RETURN(
-      std::unique_ptr<AttentionLayer> attention,
-      MakeAttentionLayer(config, layout, options.max_num_batched_tokens, std::move(paged)));
+  ASSIGN_OR_RETURN(std::unique_ptr<AttentionLayer> attention,
+                   MakeAttentionLayer(config, layout,
+                                      {.max_rows = options.max_num_batched_tokens,
+                                       .exchange = options.exchange,
+                                       .mla_form = options.mla_form},
+                                      cache, dcp, stream));
   std::unique_ptr<RankRunner> runner(
       new RankRunner(config, layout, weights, world, options, stream, std::move(attention)));
   if (config.moe.has_value()) {
@@ -217,6 +217,7 @@ absl::Status RankRunner::RunLayers() {
                                      stream_));
   RETURN_IF_ERROR(world_.AllReduceSum(x_.as<float>(), x_count, DType::kFloat32, stream_));
 
+  attention_->BeginStep(step);
   for (std::int32_t layer = 0; layer < config_.num_layers; ++layer) {
     const DecoderLayerWeights& weights = weights_.layers[layer];
     RETURN_IF_ERROR(kernels::RmsNorm({.x = x_.as<float>(),

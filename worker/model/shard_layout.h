@@ -79,10 +79,11 @@ class ShardLayout {
     const std::int64_t rest = length % stride - static_cast<std::int64_t>(dcp_rank) * interleave_;
     return base + std::clamp<std::int64_t>(rest, 0, interleave_);
   }
-  // The inverse: the global position of local entry `index` of this rank.
-  std::int64_t PositionOf(std::int64_t index) const {
+  // The inverse: the global position of local entry `index` of this rank (or DCP rank).
+  std::int64_t PositionOf(std::int64_t index) const { return PositionOf(index, dcp_rank()); }
+  std::int64_t PositionOf(std::int64_t index, std::int32_t dcp_rank) const {
     return index / interleave_ * (static_cast<std::int64_t>(dcp_) * interleave_) +
-           static_cast<std::int64_t>(dcp_rank()) * interleave_ + index % interleave_;
+           static_cast<std::int64_t>(dcp_rank) * interleave_ + index % interleave_;
   }
 
   // Heads. Rank i has query heads [floor(i * Hq / T), floor((i + 1) * Hq / T)).

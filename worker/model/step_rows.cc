@@ -30,6 +30,7 @@ StepRows::StepRows(std::int32_t max_rows) {
   owned_row.reserve(max_rows);
   owned_kv_slot.reserve(max_rows);
   logits_row.reserve(max_rows);
+  sequences.reserve(max_rows);
 }
 
 void StepRows::Build(const StepPlan& plan, const SlotTable& slots, const ShardLayout& layout,
@@ -40,8 +41,13 @@ void StepRows::Build(const StepPlan& plan, const SlotTable& slots, const ShardLa
   }
   position.clear();
   owned_kv_slot.clear();
+  sequences.clear();
 
   for (const PlanSequence& sequence : plan.sequences) {
+    sequences.push_back({.first_row = num_rows(),
+                         .num_rows = sequence.num_rows,
+                         .slot = sequence.slot,
+                         .first_position = sequence.first_position});
     for (std::int32_t i = 0; i < sequence.num_rows; ++i) {
       const std::int64_t p = sequence.first_position + i;
       const std::int32_t row = num_rows();

@@ -21,6 +21,9 @@ class SlotTable {
   const std::int32_t* block_table() const {
     return block_table_.data();
   }  // [max_num_seqs, max_blocks_per_seq]
+  const std::int32_t* BlocksOf(std::int32_t slot) const {
+    return block_table_.data() + static_cast<std::size_t>(slot) * max_blocks_per_seq_;
+  }
   std::int32_t max_blocks_per_seq() const { return max_blocks_per_seq_; }
   std::int32_t Block(std::int32_t slot, std::int64_t index) const {
     return block_table_[static_cast<std::size_t>(slot) * max_blocks_per_seq_ + index];
@@ -36,6 +39,14 @@ class SlotTable {
 // What one rank derives from a plan: per row, where it is and what it sees locally. The only
 // place where a plan's global positions meet ShardLayout.
 struct StepRows {
+  // Rows of one sequence: [first_row, first_row + num_rows), positions from first_position on.
+  struct Sequence {
+    std::int32_t first_row;
+    std::int32_t num_rows;
+    std::int32_t slot;
+    std::int64_t first_position;
+  };
+
   // All of [num_rows], in the plan's order.
   std::vector<std::int64_t> position;
   std::vector<std::int32_t> slot;
@@ -47,6 +58,7 @@ struct StepRows {
   std::vector<std::int64_t> owned_kv_slot;  // block id * B + offset in the block
   // Rows that are scored or sampled from.
   std::vector<std::int32_t> logits_row;
+  std::vector<Sequence> sequences;
 
   explicit StepRows(std::int32_t max_rows);
   std::int32_t num_rows() const { return static_cast<std::int32_t>(position.size()); }
