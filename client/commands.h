@@ -8,5 +8,6 @@ int ServeCommand(int argc, char** argv);
 int GenerateCommand(int argc, char** argv);
 int BenchCommand(int argc, char** argv);
 int StatusCommand(int argc, char** argv);
+int PlanCommand(int argc, char** argv);
 
 }  // namespace weft

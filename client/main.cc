@@ -18,6 +18,7 @@ constexpr std::string_view kUsage =
     "  weft generate [flags]            complete prompts, with processes of its own or a server's\n"
     "  weft bench [flags]               measure a server, or one started for it, under load\n"
     "  weft status [flags]              what serves behind a router, and its load\n"
+    "  weft plan MODEL [flags]          what layouts of a model hold and cost, from its config\n"
     "\n"
     "weft COMMAND --help lists the flags of a command.\n";
 
@@ -35,6 +36,7 @@ int Run(int argc, char** argv) {
   if (command == "generate") return weft::GenerateCommand(argc - 1, argv + 1);
   if (command == "bench") return weft::BenchCommand(argc - 1, argv + 1);
   if (command == "status") return weft::StatusCommand(argc - 1, argv + 1);
+  if (command == "plan") return weft::PlanCommand(argc - 1, argv + 1);
   if (command == "--help" || command == "-h" || command == "help") {
     fmt::print("{}", kUsage);
     return 0;
@@ -46,9 +48,10 @@ int Run(int argc, char** argv) {
   if (command.empty()) {
     fmt::print(stderr, "{}", kUsage);
   } else {
-    fmt::print(stderr,
-               "weft: there is no command \"{}\"; serve, generate, bench and status are there\n",
-               command);
+    fmt::print(
+        stderr,
+        "weft: there is no command \"{}\"; serve, generate, bench, status and plan are there\n",
+        command);
   }
   return weft::kExitConfigError;
 }

@@ -83,7 +83,7 @@ build() {
   if [ "$compile" = 0 ]; then
     binaries=prebuilt
     mkdir -p build/stripped
-    for program in weft weft-router weft-worker; do strip -o "build/stripped/$program" "build/bin/$program"; done
+    for program in weft weft-router weft-worker weft-plan; do strip -o "build/stripped/$program" "build/bin/$program"; done
   fi
   "$docker" build --network=host -q -t "$image" -f deploy/docker/Dockerfile --build-arg BINARIES="$binaries" \
     --build-arg REVISION="$(git rev-parse HEAD 2>/dev/null || echo unknown)" . >/dev/null
@@ -98,7 +98,7 @@ check_image() {
   [ "$over" -le "$max_mb_over_base" ] || fail "$over MB over the base; $max_mb_over_base are allowed"
   [ "$(in_image 'id -u')" = 65532 ] || fail "runs as $(in_image 'id -u'), not as 65532"
   in_image '! command -v gcc g++ cc c++ clang ld as make cmake' || fail "there is a compiler inside"
-  in_image 'for p in weft weft-router weft-worker; do $p --version || $p --help; done' >/dev/null || fail "a program does not start"
+  in_image 'for p in weft weft-router weft-worker weft-plan; do $p --version || $p --help; done' >/dev/null || fail "a program does not start"
 }
 
 # run NAME ARGUMENTS...: as a pod of the chart would.
