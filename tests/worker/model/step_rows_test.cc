@@ -119,6 +119,65 @@ TEST(StepRowsTest, EqualsBruteForceOverLayoutsAndPlans) {
   }
 }
 
+// Tables longer than 16 bits count, slots beyond 32.
+TEST(StepRowsTest, EqualsBruteForceAroundAMillionTokens) {
+  constexpr int kRanks = 4;
+  constexpr int kInterleave = 2;
+  constexpr int kBlock = 16;
+  constexpr std::int64_t kTokens = (1 << 20) + 1;
+  constexpr std::int32_t kRows = 2 * kBlock + 1;
+  constexpr auto kBlocks = static_cast<std::int32_t>((kTokens + kBlock - 1) / kBlock);
+  constexpr std::int32_t kFirstId = 1'000'000'000;
+  StepPlan plan;
+  plan.step = 1;
+  plan.sequences = {
+      {.slot = 1, .num_rows = kRows, .first_position = kTokens - kRows, .num_sampled = 1}};
+  plan.token_ids.assign(kRows, 7);
+  plan.table_deltas = {{.slot = 1, .first_index = 0, .num_blocks = kBlocks}};
+  for (int i = 0; i < kBlocks; ++i) plan.delta_blocks.push_back(kFirstId - i);
+  std::vector<std::byte> message;
+  EncodeStep({}, plan, message);
+  StepPlan decoded;
+  std::vector<std::int32_t> previous;
+  const absl::Status status = DecodeStep(message,
+                                         {.max_num_seqs = 2,
+                                          .max_num_batched_tokens = kRows,
+                                          .max_blocks_per_seq = kBlocks,
+                                          .num_blocks = kFirstId + 1,
+                                          .vocab_size = 10,
+                                          .max_model_len = kTokens},
+                                         previous, decoded);
+  ASSERT_TRUE(status.ok()) << status;
+  SlotTable slots(2, kBlocks);
+  slots.Apply(decoded);
+  StepRows rows(kRows);
+  for (int r = 0; r < kRanks; ++r) {
+    const auto layout = ShardLayout::Create({.tensor_parallel_size = kRanks,
+                                             .decode_context_parallel_size = kRanks,
+                                             .block_size = kBlock,
+                                             .interleave = kInterleave},
+                                            {.num_q_heads = 8, .num_kv_heads = 1}, r);
+    ASSERT_TRUE(layout.ok()) << layout.status();
+    rows.Build(decoded, slots, *layout, 0);
+    ASSERT_EQ(rows.num_rows(), kRows);
+    std::int64_t seen = CountOwned(kTokens - kRows, kRanks, kInterleave, r);
+    std::size_t owned = 0;
+    for (int i = 0; i < kRows; ++i) {
+      const std::int64_t p = kTokens - kRows + i;
+      if (p / kInterleave % kRanks == r) {
+        const std::int64_t in_block =
+            seen - CountOwned(p / kBlock * kBlock, kRanks, kInterleave, r);
+        ASSERT_LT(owned, rows.owned_kv_slot.size());
+        EXPECT_EQ(rows.owned_kv_slot[owned++],
+                  (kFirstId - p / kBlock) * (kBlock / kRanks) + in_block);
+        ++seen;
+      }
+      EXPECT_EQ(rows.visible_len[i], seen) << "position " << p << " of rank " << r;
+    }
+    EXPECT_EQ(owned, rows.owned_kv_slot.size());
+  }
+}
+
 TEST(StepRowsTest, ASlotKeepsItsTableAndSamplingUntilADeltaChangesThem) {
   SlotTable slots(2, 4);
   StepPlan plan;
