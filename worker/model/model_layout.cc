@@ -128,6 +128,18 @@ WeightCount CountWeights(const ModelConfig& config, const ShardLayout& layout,
   return count;
 }
 
+std::int64_t ReplicatedQueryWeights(const ModelConfig& config, const ShardLayout& layout) {
+  const std::int64_t others = layout.ProjectedQHeads().size() - layout.QHeads().size();
+  std::int64_t of_head =
+      std::int64_t{config.head_dim} * (config.hidden_size + (config.qkv_bias ? 1 : 0));
+  if (config.mla.has_value()) {
+    const MlaConfig& mla = *config.mla;
+    const std::int64_t from = mla.q_lora_rank > 0 ? mla.q_lora_rank : config.hidden_size;
+    of_head = mla.qk_head_dim() * from + std::int64_t{mla.qk_nope_head_dim} * mla.kv_lora_rank;
+  }
+  return config.num_layers * others * of_head;
+}
+
 std::int32_t LargestUsefulDcp(const ShardLayout& layout, const ModelConfig& config) {
   std::int32_t useful = 1;
   double copies = 0;

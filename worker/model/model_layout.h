@@ -38,6 +38,9 @@ struct WeightCount {
 WeightCount CountWeights(const ModelConfig& config, const ShardLayout& layout,
                          bool expert_parallel);
 
+// Of them, those that --dcp-replicate-query adds.
+std::int64_t ReplicatedQueryWeights(const ModelConfig& config, const ShardLayout& layout);
+
 // The largest N that still removes copies, with this layout's T.
 std::int32_t LargestUsefulDcp(const ShardLayout& layout, const ModelConfig& config);
 

@@ -56,23 +56,18 @@ std::string ExtraWeights(const ModelConfig& config, const ShardLayout& layout, D
     return fmt::format(
         "{}: projected by every rank of a DCP group for all its heads; {:.1f} MB more weights on "
         "rank {}, {} bytes fewer received per token\n",
-        what, static_cast<double>(config.num_layers * others * weights * DTypeBytes(dtype)) / 1e6,
-        layout.rank(), config.num_layers * received * floats);
+        what, static_cast<double>(weights * DTypeBytes(dtype)) / 1e6, layout.rank(),
+        config.num_layers * received * floats);
   };
   std::string text;
   if (layout.decode_context_parallel_size() == 1) return text;
   if (!layout.GathersQueries()) {
-    std::int64_t weights = std::int64_t{config.head_dim} * config.hidden_size;
-    if (config.mla.has_value()) {
-      const MlaConfig& mla = *config.mla;
-      const std::int64_t from = mla.q_lora_rank > 0 ? mla.q_lora_rank : config.hidden_size;
-      weights = mla.qk_head_dim() * from + std::int64_t{mla.qk_nope_head_dim} * mla.kv_lora_rank;
-    }
-    text += line("queries", weights, config.head_dim);
+    text += line("queries", ReplicatedQueryWeights(config, layout), config.head_dim);
   }
   const std::int64_t merged = MergedDim(config, layout);
   if (merged < config.value_dim) {
-    text += line("values", merged * config.value_dim, config.value_dim - merged);
+    text += line("values", config.num_layers * others * merged * config.value_dim,
+                 config.value_dim - merged);
   }
   return text;
 }
