@@ -201,6 +201,16 @@ def test_a_stopped_rank_rings(cluster, prometheus, load):
     cluster.wait_ready()
 
 
+def test_a_killed_rank_is_back_on_the_same_ports(cluster, load):
+    pod = cluster.pod("weft-a-1")
+    killed = children(pod.pids()[0])["1"]
+    subprocess.run(["kill", "-KILL", str(killed)], check=True)
+    wait_until(lambda: children(pod.pids()[0]).get("1") not in (None, killed), 20, "rank 1 started again")
+    cluster.wait_ready()
+    for name in ("metrics-0", "metrics-1"):
+        wait_until(lambda: get(f"{pod.ip}:{pod.port(name)}", "/readyz")[0] == 200, 10, f"{name} answers")
+
+
 def start_request(address, tokens=400):
     return subprocess.Popen([BIN / "weft", "generate", "--address", address, "--prompt-token-ids=5,6,7", "--ignore-eos",
                              f"--max-tokens={tokens}", "--format=json"],
