@@ -7,8 +7,10 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/time/clock.h"
 #include "client/batch.h"
 #include "client/bench_load.h"
+#include "client/bench_sessions.h"
 #include "client/bench_stats.h"
 #include "client/client_run.h"
 #include "client/commands.h"
@@ -25,8 +27,12 @@ namespace weft {
 namespace {
 
 constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
+// Groups tell routers how they are every 500 ms: what a run did is known after that.
+constexpr absl::Duration kStateInterval = absl::Milliseconds(700);
 
 struct BenchFlags {
+  std::string dataset = "random";
+  AgenticLoad agentic;
   std::optional<std::string> prompts_file;
   std::optional<std::int32_t> num_prompts;
   std::int32_t random_input_len = 1024;
@@ -43,11 +49,16 @@ struct BenchFlags {
   std::string format = "text";
 
   void AddTo(OptionParser& parser);
+  // INVALID_ARGUMENT for flags that do not go together.
+  absl::Status Check() const;
   BenchLoad Load() const { return {max_concurrency, request_rate, burstiness}; }
 };
 
 void BenchFlags::AddTo(OptionParser& parser) {
   parser.Group("Prompts");
+  parser.AddChoice("--dataset", &dataset, {"random", "agentic"},
+                   "random: prompts that have nothing in common; agentic: sessions whose prompts "
+                   "grow turn by turn");
   parser.Add("--num-prompts", &num_prompts,
              "Requests to send; 100, or those of --prompts-file, which are sent again if need be",
              Range(1, kMaxInt32));
@@ -59,11 +70,22 @@ void BenchFlags::AddTo(OptionParser& parser) {
              "How far both lengths vary, as a part of them", Range(0, 1));
   parser.Add("--prompts-file", &prompts_file,
              "Instead of random ones: a JSON object per line, as weft generate reads it");
+  parser.Add("--agentic-sessions", &agentic.num_sessions, "Sessions", Range(1, kMaxInt32));
+  parser.Add("--agentic-turns", &agentic.num_turns, "Requests of one, one after the other",
+             Range(1, kMaxInt32));
+  parser.Add("--agentic-prefix-len", &agentic.prefix_len, "Tokens that all sessions begin with",
+             Range(0, kMaxInt32));
+  parser.Add("--agentic-session-len", &agentic.session_len,
+             "Tokens of its own behind those that a session begins with", Range(0, kMaxInt32));
+  parser.Add("--agentic-turn-len", &agentic.turn_len, "Tokens that a turn adds to the prompt",
+             Range(1, kMaxInt32));
+  parser.Add("--agentic-output-len", &agentic.output_len, "Tokens to generate in a turn",
+             Range(1, kMaxInt32));
   parser.Add("--temperature", &temperature, "Of requests that do not say", Range(0, 100));
   parser.Add("--seed", &seed, "Of prompts and arrivals");
   parser.Group("Load");
-  parser.Add("--max-concurrency", &max_concurrency, "Requests under way at a time; default: all",
-             Range(1, kMaxInt32));
+  parser.Add("--max-concurrency", &max_concurrency,
+             "Requests, or sessions, under way at a time; default: all", Range(1, kMaxInt32));
   parser.Add(
       "--request-rate", &request_rate,
       "Requests a second, by a Poisson process; default: as fast as --max-concurrency allows",
@@ -75,6 +97,13 @@ void BenchFlags::AddTo(OptionParser& parser) {
              Range(0, kMaxInt32));
   parser.Group("Output");
   parser.AddChoice("--format", &format, {"text", "json"}, "text: the table of vllm bench serve");
+}
+
+absl::Status BenchFlags::Check() const {
+  if (dataset != "agentic" || (!request_rate && !prompts_file)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      fmt::format("{} does not go with --dataset=agentic, whose turns wait for each other",
+                  request_rate ? "--request-rate" : "--prompts-file"));
 }
 
 // Those of the file; with random prompts none yet: they need the server's vocabulary.
@@ -95,7 +124,8 @@ absl::StatusOr<std::vector<v1::GenerateRequest>> FilePrompts(const BenchFlags& f
 BenchSample SampleOf(const Completion& completion, const RequestTiming& timing) {
   BenchSample sample = {.ok = completion.status.ok() && !timing.tokens.empty(),
                         .input_tokens = completion.usage.prompt_tokens(),
-                        .output_tokens = completion.usage.completion_tokens()};
+                        .output_tokens = completion.usage.completion_tokens(),
+                        .cached_tokens = completion.usage.cached_tokens()};
   if (!sample.ok) return sample;
   sample.time_to_first_token = timing.tokens.front() - timing.start;
   sample.latency = timing.tokens.back() - timing.start;
@@ -105,49 +135,105 @@ BenchSample SampleOf(const Completion& completion, const RequestTiming& timing) 
   return sample;
 }
 
-// Sends the load and prints the result: a ClientFunction.
-int SendAndMeasure(const std::string& address, const BenchFlags& flags, const std::string& model,
-                   std::vector<v1::GenerateRequest> requests, const std::atomic<bool>& cancelled) {
-  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
+// What came of the load.
+struct BenchResult {
+  std::vector<BenchSample> samples;
+  absl::Duration wall_time;
+  std::string first_error;
+
+  void Add(const Completion& completion, const RequestTiming& timing) {
+    samples.push_back(SampleOf(completion, timing));
+    if (completion.status.ok() || !first_error.empty()) return;
+    first_error = std::string(completion.status.message());
+  }
+};
+
+// One by one, before anything is measured.
+void WarmUp(v1::Inference::Stub& stub, const BenchFlags& flags, v1::GenerateRequest request) {
+  request.set_cache_salt("warm-up");  // what is measured finds nothing of it
+  RunBatch(stub, std::vector(static_cast<std::size_t>(flags.num_warmups), request),
+           {.concurrency = 1});
+}
+
+BenchResult RunRequests(v1::Inference::Stub& stub, const BenchFlags& flags,
+                        const std::string& model, std::vector<v1::GenerateRequest> requests) {
   if (requests.empty()) {
     requests = MakeRandomPrompts({.num_prompts = flags.num_prompts.value_or(100),
                                   .input_len = flags.random_input_len,
                                   .output_len = flags.random_output_len,
                                   .range_ratio = flags.random_range_ratio,
-                                  .vocab_size = FetchVocabSize(*stub, absl::Seconds(5)),
+                                  .vocab_size = FetchVocabSize(stub, absl::Seconds(5)),
                                   .seed = flags.seed});
     for (v1::GenerateRequest& request : requests) {
       request.mutable_sampling()->set_temperature(static_cast<float>(flags.temperature));
     }
   }
   for (v1::GenerateRequest& request : requests) request.set_model(model);
+  WarmUp(stub, flags, requests[0]);
 
-  std::string first_error;
-  const auto keep_error = [&](const Completion& completion) {
-    if (completion.status.ok() || !first_error.empty()) return;
-    first_error = std::string(completion.status.message());
-  };
-  const std::vector<v1::GenerateRequest> warmups(static_cast<std::size_t>(flags.num_warmups),
-                                                 requests[0]);
-  RunBatch(*stub, warmups, {.concurrency = 1});
-
-  std::vector<BenchSample> samples;
+  BenchResult result;
   BatchOptions options = {
       .concurrency = static_cast<std::size_t>(flags.max_concurrency.value_or(kMaxInt32)),
       .send_at = MakeArrivals(requests.size(), flags.request_rate, flags.burstiness, flags.seed)};
   options.on_completion = [&](std::size_t, const Completion& completion,
-                              const RequestTiming& timing) {
-    samples.push_back(SampleOf(completion, timing));
-    keep_error(completion);
+                              const RequestTiming& timing) { result.Add(completion, timing); };
+  result.wall_time = RunBatch(stub, requests, options).wall_time;
+  return result;
+}
+
+BenchResult RunAgentic(v1::Inference::Stub& stub, const BenchFlags& flags,
+                       const std::string& model) {
+  AgenticLoad load = flags.agentic;
+  load.seed = flags.seed;
+  load.vocab_size = FetchVocabSize(stub, absl::Seconds(5));
+  const auto prepare = [&](v1::GenerateRequest& request) {
+    request.set_model(model);
+    request.mutable_sampling()->set_temperature(static_cast<float>(flags.temperature));
   };
-  const BatchStats stats = RunBatch(*stub, requests, options);
+  v1::GenerateRequest warmup = AgenticSession(load, 0).NextTurn();
+  prepare(warmup);
+  WarmUp(stub, flags, warmup);
+
+  BenchResult result;
+  result.wall_time = RunSessions(stub, load, flags.max_concurrency.value_or(kMaxInt32), prepare,
+                                 [&](const Completion& completion, const RequestTiming& timing) {
+                                   result.Add(completion, timing);
+                                 });
+  return result;
+}
+
+// Totals of all groups; zeros when the server does not tell.
+BenchServer FetchTotals(v1::Inference::Stub& stub) {
+  BenchServer totals;
+  const auto info = FetchServerInfo(stub, absl::Seconds(5));
+  if (!info.ok()) return totals;
+  for (const v1::GroupInfo& group : info->groups()) {
+    totals.evictions += static_cast<std::int64_t>(group.prefix_cache_evictions());
+    totals.preemptions += static_cast<std::int64_t>(group.num_preemptions());
+    totals.peak_running += group.peak_requests_running();
+  }
+  return totals;
+}
+
+// Sends the load and prints the result: a ClientFunction.
+int SendAndMeasure(const std::string& address, const BenchFlags& flags, const std::string& model,
+                   std::vector<v1::GenerateRequest> requests, const std::atomic<bool>& cancelled) {
+  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
+  const BenchServer before = FetchTotals(*stub);
+  const BenchResult result = flags.dataset == "agentic"
+                                 ? RunAgentic(*stub, flags, model)
+                                 : RunRequests(*stub, flags, model, std::move(requests));
   if (cancelled) return 1;
-  const BenchSummary summary = Summarize(samples, stats.wall_time);
-  PrintOut(flags.format == "json" ? BenchToJson(summary, flags.Load()) + "\n"
-                                  : FormatBenchTable(summary, flags.Load()));
+  absl::SleepFor(kStateInterval);
+  BenchServer server = FetchTotals(*stub);
+  server.evictions -= before.evictions;
+  server.preemptions -= before.preemptions;
+  const BenchSummary summary = Summarize(result.samples, result.wall_time);
+  PrintOut(flags.format == "json" ? BenchToJson(summary, flags.Load(), server) + "\n"
+                                  : FormatBenchTable(summary, flags.Load(), server));
   if (summary.failed == 0) return 0;
   fmt::print(stderr, "weft bench: {} of {} requests failed; the first: {}\n", summary.failed,
-             requests.size(), first_error);
+             result.samples.size(), result.first_error);
   return 1;
 }
 
@@ -171,6 +257,7 @@ int BenchCommand(int argc, char** argv) {
 
   absl::StatusOr<std::vector<v1::GenerateRequest>> requests = FilePrompts(flags);
   absl::Status status = requests.status();
+  if (status.ok()) status = flags.Check();
   if (status.ok()) status = CheckServerFlags(server, group, parser);
   if (!status.ok()) {
     fmt::print(stderr, "weft bench: {}\n", std::string(status.message()));

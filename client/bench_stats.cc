@@ -69,6 +69,7 @@ BenchSummary Summarize(absl::Span<const BenchSample> samples, absl::Duration dur
     ++summary.completed;
     summary.input_tokens += sample.input_tokens;
     summary.output_tokens += sample.output_tokens;
+    summary.cached_tokens += sample.cached_tokens;
     ttft.push_back(sample.time_to_first_token);
     e2el.push_back(sample.latency);
     itl.insert(itl.end(), sample.inter_token.begin(), sample.inter_token.end());
@@ -83,7 +84,8 @@ BenchSummary Summarize(absl::Span<const BenchSample> samples, absl::Duration dur
   return summary;
 }
 
-std::string FormatBenchTable(const BenchSummary& summary, const BenchLoad& load) {
+std::string FormatBenchTable(const BenchSummary& summary, const BenchLoad& load,
+                             const BenchServer& server) {
   std::string table = fmt::format("{:=^{}}\n", " Serving Benchmark Result ", kTableWidth);
   table += Row("Successful requests:", summary.completed);
   table += Row("Failed requests:", summary.failed);
@@ -105,10 +107,17 @@ std::string FormatBenchTable(const BenchSummary& summary, const BenchLoad& load)
       table += Row(fmt::format("{} {} (ms):", name, row.name), absl::ToDoubleMilliseconds(time));
     }
   }
+  table += fmt::format("{:-^{}}\n", "KV Cache", kTableWidth);
+  table += Row("Uncached input throughput (tok/s):", summary.uncached_input_throughput());
+  table += Row("Prefix cache hit ratio (%):", 100 * summary.cache_hit_ratio());
+  table += Row("Evicted KV blocks:", server.evictions);
+  table += Row("Preemptions:", server.preemptions);
+  table += Row("Peak running requests (since start):", std::int64_t{server.peak_running});
   return table + std::string(kTableWidth, '=') + "\n";
 }
 
-std::string BenchToJson(const BenchSummary& summary, const BenchLoad& load) {
+std::string BenchToJson(const BenchSummary& summary, const BenchLoad& load,
+                        const BenchServer& server) {
   nlohmann::ordered_json json = {{"duration", absl::ToDoubleSeconds(summary.duration)},
                                  {"num_prompts", summary.completed + summary.failed},
                                  {"completed", summary.completed},
@@ -118,6 +127,12 @@ std::string BenchToJson(const BenchSummary& summary, const BenchLoad& load) {
                                  {"request_throughput", summary.request_throughput()},
                                  {"output_throughput", summary.output_throughput()},
                                  {"total_token_throughput", summary.total_token_throughput()},
+                                 {"total_cached_tokens", summary.cached_tokens},
+                                 {"uncached_input_throughput", summary.uncached_input_throughput()},
+                                 {"prefix_cache_hit_ratio", summary.cache_hit_ratio()},
+                                 {"evictions", server.evictions},
+                                 {"preemptions", server.preemptions},
+                                 {"peak_running", server.peak_running},
                                  {"burstiness", load.burstiness}};
   if (load.request_rate) {
     json["request_rate"] = *load.request_rate;

@@ -59,6 +59,16 @@ std::string FormatServerInfo(const v1::GetServerInfoResponse& info) {
     }
     text += fmt::format("  KV used  {} of {} blocks ({:.1f} %)\n", used, group.num_blocks(),
                         group.num_blocks() == 0 ? 0.0 : 100.0 * used / group.num_blocks());
+    if (group.prefix_caching()) {
+      text += fmt::format(
+          "  cache    {} blocks, {} of {} prompt tokens found ({:.1f} %), {} evicted\n",
+          group.num_cached_blocks(), group.prefix_cache_hits(), group.prefix_cache_queries(),
+          group.prefix_cache_queries() == 0
+              ? 0.0
+              : 100.0 * static_cast<double>(group.prefix_cache_hits()) /
+                    static_cast<double>(group.prefix_cache_queries()),
+          group.prefix_cache_evictions());
+    }
     text += fmt::format("  requests {} running, {} waiting\n", group.num_requests_running(),
                         group.num_requests_waiting());
     text += fmt::format("  {:>4}  {:>8}  {:>12}  {:>12}  {:>11}  {:>11}  {:>11}  {}\n", "rank",

@@ -122,6 +122,9 @@ void GroupFlags::AddTo(OptionParser& parser) {
              Range(1, kMaxWaiting));
   parser.Add("--speculative-config", &speculative_config, "Refused: tokens are not drafted");
   parser.Add("--async-scheduling", &async_scheduling, "Plan a step while the one before runs");
+  parser.Add("--enable-prefix-caching", &enable_prefix_caching,
+             "Keep the KV blocks of what was computed, until others need them, for requests that "
+             "begin alike and have the same cache_salt");
 
   parser.Group("Memory");
   parser.AddChoice("--kv-cache-dtype", &kv_cache_dtype, dtypes, "Of the KV cache");

@@ -51,6 +51,7 @@ struct GroupFlags : CommonFlags {
   std::int32_t max_num_batched_tokens = 256;
   std::int32_t max_num_waiting = 1024;
   bool async_scheduling = true;
+  bool enable_prefix_caching = true;
 
   std::string dtype = "auto";
   std::string kv_cache_dtype = "auto";

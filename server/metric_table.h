@@ -51,6 +51,13 @@ inline constexpr GaugeSpec kKvCacheUsageRatio = {"weft_kv_cache_usage_ratio",
                                                  "KV blocks in use, of all; 1 is full"};
 inline constexpr CounterSpec kNumPreemptions = {
     "weft_num_preemptions_total", "Requests that lost their KV blocks and were computed again"};
+inline constexpr CounterSpec kPrefixCacheQueries = {
+    "weft_prefix_cache_queries_total",
+    "Tokens of admitted requests that were looked up in the prefix cache"};
+inline constexpr CounterSpec kPrefixCacheHits = {"weft_prefix_cache_hits_total",
+                                                 "Tokens of these whose KV was found"};
+inline constexpr CounterSpec kPrefixCacheEvictions = {
+    "weft_prefix_cache_evictions_total", "KV blocks that left the prefix cache for other tokens"};
 inline constexpr CounterSpec kPromptTokens = {"weft_prompt_tokens_total",
                                               "Prompt tokens of admitted requests"};
 inline constexpr CounterSpec kGenerationTokens = {"weft_generation_tokens_total",

@@ -112,6 +112,7 @@ absl::StatusOr<EngineRequest> ToEngineRequest(const v1::WorkerGenerateRequest& r
   out.prompt_token_ids.assign(request.prompt_token_ids().begin(), request.prompt_token_ids().end());
   out.resume_token_ids.assign(request.resume_token_ids().begin(), request.resume_token_ids().end());
   out.priority = request.priority();
+  out.cache_salt = request.cache_salt();
   out.deadline = deadline;
   if (in.has_max_tokens()) out.max_tokens = in.max_tokens();
   out.stop_token_ids.assign(in.stop_token_ids().begin(), in.stop_token_ids().end());
@@ -131,6 +132,7 @@ absl::StatusOr<EngineRequest> ToEngineRequest(const v1::WorkerGenerateRequest& r
 v1::WorkerGenerateResponse ToResponse(const TokenEvent& event) {
   v1::WorkerGenerateResponse response;
   if (event.token_id.has_value()) response.add_token_ids(*event.token_id);
+  response.set_cached_tokens(event.num_cached_tokens);
   if (event.logprobs.has_value()) FillProto(*event.logprobs, *response.add_logprobs());
   for (const PositionLogprobs& position : event.prompt_logprobs) {
     FillProto(position, *response.add_prompt_logprobs());

@@ -21,6 +21,7 @@ constexpr absl::Duration kIdleWait = absl::Seconds(1);
 Leader::Leader(std::unique_ptr<Engine> engine, std::int32_t max_num_waiting, LeaderMetrics* metrics)
     : engine_(std::move(engine)),
       metrics_(metrics),
+      block_log_(engine_->options().num_blocks),
       // A burst waits here until the engine has looked at it, which may still refuse it.
       inbox_(static_cast<std::size_t>(max_num_waiting) + 1024) {
   stats_ = engine_->Stats();
@@ -34,6 +35,7 @@ Leader::~Leader() {
 
 absl::StatusOr<RequestId> Leader::Submit(EngineRequest request, std::shared_ptr<TokenSink> sink) {
   RETURN_IF_ERROR(CheckRequest(request, engine_->options()));
+  HashPrompt(request, engine_->options());
   const RequestId id{next_id_.fetch_add(1, std::memory_order_relaxed)};
   request.id = id;
   num_requests_.fetch_add(1, std::memory_order_relaxed);
@@ -160,6 +162,7 @@ void Leader::PlanSteps() {
     const std::optional<StepResult> result = TakeResult();
     const StepPlan* plan = engine_->Step(absl::Now(), result);
     engine_->GetKvLengths(next_kv_lengths_);
+    block_log_.Append(engine_->TakeBlockChanges());
     std::uint64_t next = 0;
     {
       MutexLock lock(mutex_);

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "server/base/mutex.h"
 #include "server/bounded_queue.h"
+#include "worker/block_log.h"
 #include "worker/engine/engine.h"
 #include "worker/leader_metrics.h"
 #include "worker/rank.h"
@@ -63,6 +64,8 @@ class Leader {
   EngineStats Stats() const;
   // Likewise: positions with KV of each running request.
   std::vector<std::int64_t> KvLengths() const;
+  // What is in the prefix cache; nothing without prefix caching.
+  const BlockLog& block_log() const { return block_log_; }
   // Requests handed over and not ended.
   std::int64_t num_requests() const { return num_requests_.load(std::memory_order_relaxed); }
 
@@ -88,6 +91,7 @@ class Leader {
 
   std::unique_ptr<Engine> engine_;
   LeaderMetrics* const metrics_;
+  BlockLog block_log_;
   BoundedQueue<Message> inbox_;
   std::atomic<std::uint64_t> next_id_{1};
   std::atomic<std::int64_t> num_requests_{0};

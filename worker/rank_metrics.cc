@@ -45,6 +45,9 @@ std::unique_ptr<MetricRegistry::Reader> ReadLeader(
         set(metrics::kKvCacheUsageRatio,
             1 - static_cast<double>(stats.num_free_blocks) / stats.num_blocks);
         set(metrics::kNumPreemptions, stats.num_preemptions);
+        set(metrics::kPrefixCacheQueries, stats.prefix_cache_queries);
+        set(metrics::kPrefixCacheHits, stats.prefix_cache_hits);
+        set(metrics::kPrefixCacheEvictions, stats.prefix_cache_evictions);
         set(metrics::kPromptTokens, stats.prompt_tokens);
         set(metrics::kGenerationTokens, stats.generation_tokens);
         set(metrics::kStreamBufferBytes, stream_buffer_bytes());

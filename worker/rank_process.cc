@@ -248,6 +248,10 @@ v1::GroupState DescribeGroup(const RankProcessOptions& options, const RankModel&
   group.set_kv_cache_dtype(std::string(DTypeName(model.kv_shape.dtype)));
   group.set_dcp_comm_backend(options.group.dcp_comm_backend);
   for (const std::string& warning : model.warnings) group.add_warnings(warning);
+  if (options.group.enable_prefix_caching) {
+    group.set_prefix_caching(true);
+    state.set_block_hash_key(BlockHashKey(model.fingerprint, model.layout.block_size()));
+  }
   state.set_vocab_size(model.config.vocab_size);
   const std::int32_t max_logprobs = options.request_limits.max_logprobs;
   state.set_max_logprobs(max_logprobs == -1 ? model.config.vocab_size : max_logprobs);
@@ -278,15 +282,18 @@ absl::StatusOr<GroupAgreement> SettleJoins(const RankProcessOptions& options, Jo
 
 absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(const GroupFlags& flags, const RankModel& model,
                                                    const GroupAgreement& agreement) {
-  return Engine::Create({.block_size = model.layout.block_size(),
-                         .num_blocks = agreement.num_blocks,
-                         .max_model_len = agreement.max_model_len,
-                         .max_num_seqs = flags.max_num_seqs,
-                         .max_num_batched_tokens = flags.max_num_batched_tokens,
-                         .max_num_waiting = flags.max_num_waiting,
-                         .vocab_size = model.config.vocab_size,
-                         .async_scheduling = flags.async_scheduling,
-                         .force_preemption_every = flags.force_preemption_every});
+  return Engine::Create(
+      {.block_size = model.layout.block_size(),
+       .num_blocks = agreement.num_blocks,
+       .max_model_len = agreement.max_model_len,
+       .max_num_seqs = flags.max_num_seqs,
+       .max_num_batched_tokens = flags.max_num_batched_tokens,
+       .max_num_waiting = flags.max_num_waiting,
+       .vocab_size = model.config.vocab_size,
+       .async_scheduling = flags.async_scheduling,
+       .enable_prefix_caching = flags.enable_prefix_caching,
+       .block_hash_key = BlockHashKey(model.fingerprint, model.layout.block_size()),
+       .force_preemption_every = flags.force_preemption_every});
 }
 
 // Null for an interval of 0.
@@ -341,8 +348,9 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   absl::StatusOr<std::unique_ptr<Engine>> engine =
       MakeEngine(options.group, process.model(), *agreement);
   if (!engine.ok()) return fail(engine.status());
-  spdlog::info("ready\n{}",
-               process.model().Summary(agreement->num_blocks, agreement->max_model_len));
+  spdlog::info("ready\n{}prefix caching: {}",
+               process.model().Summary(agreement->num_blocks, agreement->max_model_len),
+               options.group.enable_prefix_caching ? "on" : "off (--no-enable-prefix-caching)");
 
   LeaderMetrics metrics(process.registry());
   Leader leader(*std::move(engine), options.group.max_num_waiting, &metrics);

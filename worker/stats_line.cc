@@ -22,6 +22,12 @@ std::optional<std::string> StatsLine::Next(const EngineStats& stats, absl::Time 
       rate(stats.prompt_tokens, before.prompt_tokens),
       rate(stats.generation_tokens, before.generation_tokens), stats.num_running, stats.num_waiting,
       stats.num_blocks == 0 ? 0.0 : 100.0 * used / stats.num_blocks);
+  if (const auto queries = stats.prefix_cache_queries - before.prefix_cache_queries; queries > 0) {
+    line += fmt::format(
+        ", {:.1f} % of prompts cached",
+        100.0 * static_cast<double>(stats.prefix_cache_hits - before.prefix_cache_hits) /
+            static_cast<double>(queries));
+  }
   if (const auto preemptions = stats.num_preemptions - before.num_preemptions; preemptions > 0) {
     line += fmt::format(", {} preemptions", preemptions);
   }

@@ -18,10 +18,25 @@ constexpr auto kHeartbeat = std::chrono::milliseconds(500);
 
 std::int64_t StateBytes(const v1::GroupState&) { return 1; }
 
-// A watcher that lags only needs the newest state.
+// A watcher that lags only needs the newest state. It is given no block changes while some wait.
 bool ReplaceState(v1::GroupState& into, v1::GroupState& next) {
+  if (into.has_block_changes()) next.mutable_block_changes()->Swap(into.mutable_block_changes());
   into = std::move(next);
   return true;
+}
+
+std::string Bytes(const BlockHash& hash) { return {hash.begin(), hash.end()}; }
+
+void FillProto(const BlockLog::News& news, v1::BlockChanges& out) {
+  out.set_snapshot(news.snapshot);
+  out.set_seq(news.seq);
+  out.mutable_changes()->Reserve(static_cast<int>(news.changes.size()));
+  for (const BlockChange& change : news.changes) {
+    v1::BlockChange& added = *out.add_changes();
+    added.set_hash(Bytes(change.hash));
+    if (change.parent.has_value()) added.set_parent_hash(Bytes(*change.parent));
+    added.set_removed(change.removed);
+  }
 }
 
 }  // namespace
@@ -206,6 +221,12 @@ v1::GroupState WorkerService::CurrentState() {
     group.set_num_free_blocks(stats.num_free_blocks);
     group.set_num_requests_running(stats.num_running);
     group.set_num_requests_waiting(stats.num_waiting);
+    group.set_num_cached_blocks(stats.num_cached_blocks);
+    group.set_prefix_cache_queries(stats.prefix_cache_queries);
+    group.set_prefix_cache_hits(stats.prefix_cache_hits);
+    group.set_prefix_cache_evictions(stats.prefix_cache_evictions);
+    group.set_num_preemptions(stats.num_preemptions);
+    group.set_peak_requests_running(stats.peak_running);
   }
   for (const v1::RankInfo& rank : ranks_) *group.add_ranks() = rank;
   return state;
@@ -215,16 +236,26 @@ void WorkerService::Publish() {
   // Until it is written: a state must not overtake a newer one.
   MutexLock publishing(publish_mutex_);
   v1::GroupState state;
-  std::vector<std::shared_ptr<StateWriter>> writers;
   {
     MutexLock lock(mutex_);
     state = CurrentState();
-    std::erase_if(watchers_, [](const std::weak_ptr<StateWriter>& w) { return w.expired(); });
-    for (const std::weak_ptr<StateWriter>& watcher : watchers_) {
-      if (auto writer = watcher.lock()) writers.push_back(std::move(writer));
-    }
   }
-  for (const std::shared_ptr<StateWriter>& writer : writers) writer->Write(state);
+  std::erase_if(watchers_, [](const Watcher& watcher) { return watcher.writer.expired(); });
+  for (Watcher& watcher : watchers_) {
+    if (const auto writer = watcher.writer.lock()) Tell(watcher, *writer, state);
+  }
+}
+
+void WorkerService::Tell(Watcher& watcher, StateWriter& writer, v1::GroupState state) {
+  const Leader* const leader = leader_.load();
+  // One that has not read what it was told last waits, and so does what is new for it.
+  if (watcher.block_changes && leader != nullptr && !state.block_hash_key().empty() &&
+      writer.buffered_bytes() == 0) {
+    const BlockLog::News news = leader->block_log().Read(watcher.seq);
+    if (news.snapshot || !news.changes.empty()) FillProto(news, *state.mutable_block_changes());
+    watcher.seq = news.seq;
+  }
+  writer.Write(std::move(state));
 }
 
 grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* WorkerService::Generate(
@@ -260,8 +291,8 @@ grpc::ServerBidiReactor<v1::JoinRequest, v1::JoinResponse>* WorkerService::Join(
   return stream;
 }
 
-grpc::ServerWriteReactor<v1::GroupState>* WorkerService::WatchState(grpc::CallbackServerContext*,
-                                                                    const v1::WatchStateRequest*) {
+grpc::ServerWriteReactor<v1::GroupState>* WorkerService::WatchState(
+    grpc::CallbackServerContext*, const v1::WatchStateRequest* request) {
   auto* stream = new GrpcStream<v1::GroupState>(
       {.max_messages = 4, .size_bytes = StateBytes, .merge = ReplaceState});
   const auto writer = stream->writer();
@@ -270,9 +301,9 @@ grpc::ServerWriteReactor<v1::GroupState>* WorkerService::WatchState(grpc::Callba
   {
     MutexLock lock(mutex_);
     state = CurrentState();
-    watchers_.push_back(writer);
   }
-  writer->Write(std::move(state));
+  watchers_.push_back({.writer = writer, .block_changes = request->block_changes()});
+  Tell(watchers_.back(), *writer, std::move(state));
   return stream;
 }
 

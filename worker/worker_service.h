@@ -66,10 +66,17 @@ class WorkerService final : public v1::Worker::CallbackService {
  private:
   class JoinStream;
   using StateWriter = StreamWriter<v1::GroupState>;
+  struct Watcher {
+    std::weak_ptr<StateWriter> writer;
+    bool block_changes = false;        // whether it wants them
+    std::optional<std::uint64_t> seq;  // of the last block change it was told
+  };
 
   void KeepInfo(std::int32_t rank, const v1::RankInfo& info) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::GroupState CurrentState() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Publish() ABSL_LOCKS_EXCLUDED(publish_mutex_, mutex_);
+  void Tell(Watcher& watcher, StateWriter& writer, v1::GroupState state)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(publish_mutex_);
 
   JoinTable& joins_;
   const std::uint64_t generation_;
@@ -81,12 +88,12 @@ class WorkerService final : public v1::Worker::CallbackService {
   std::atomic<bool> draining_{false};
 
   Mutex publish_mutex_;  // taken before mutex_
+  std::vector<Watcher> watchers_ ABSL_GUARDED_BY(publish_mutex_);
   Mutex mutex_;
   std::uint64_t state_seq_ ABSL_GUARDED_BY(mutex_) = 0;
   v1::GroupState state_ ABSL_GUARDED_BY(mutex_);
   std::vector<v1::RankInfo> ranks_ ABSL_GUARDED_BY(mutex_);      // by rank
   std::vector<absl::Time> ranks_heard_ ABSL_GUARDED_BY(mutex_);  // when; likewise
-  std::vector<std::weak_ptr<StateWriter>> watchers_ ABSL_GUARDED_BY(mutex_);
   std::vector<JoinStream*> join_streams_ ABSL_GUARDED_BY(mutex_);
   std::optional<Ticker> ticker_;  // publishes until Stop()
 };

@@ -48,6 +48,7 @@ TEST(SummarizeTest, CountsTokensAndTimesOfCompletedRequestsOnly) {
       {.ok = true,
        .input_tokens = 10,
        .output_tokens = 3,
+       .cached_tokens = 8,
        .time_to_first_token = Ms(100),
        .latency = Ms(160),
        .inter_token = {Ms(20), Ms(40)}},
@@ -62,6 +63,8 @@ TEST(SummarizeTest, CountsTokensAndTimesOfCompletedRequestsOnly) {
   EXPECT_EQ(summary.failed, 1);
   EXPECT_EQ(summary.input_tokens, 30);
   EXPECT_EQ(summary.output_tokens, 4);
+  EXPECT_EQ(summary.cached_tokens, 8);
+  EXPECT_DOUBLE_EQ(summary.uncached_input_throughput(), 11);
   EXPECT_DOUBLE_EQ(summary.request_throughput(), 1);
   EXPECT_DOUBLE_EQ(summary.output_throughput(), 2);
   EXPECT_DOUBLE_EQ(summary.total_token_throughput(), 17);
@@ -77,18 +80,20 @@ TEST(SummarizeTest, NothingCompletedIsAllZero) {
   const BenchSummary summary = Summarize({}, absl::ZeroDuration());
   EXPECT_EQ(summary.request_throughput(), 0);
   EXPECT_EQ(summary.ttft.p99, absl::ZeroDuration());
-  EXPECT_THAT(FormatBenchTable(summary, {}),
+  EXPECT_THAT(FormatBenchTable(summary, {}, {}),
               HasSubstr("Mean TTFT (ms):                          0.00"));
 }
 
-TEST(FormatBenchTableTest, IsTheTableOfVllmBenchServe) {
+TEST(FormatBenchTableTest, IsTheTableOfVllmBenchServeAndTheKvCache) {
   BenchSummary summary = {.completed = 10,
                           .failed = 0,
                           .duration = absl::Milliseconds(5780),
                           .input_tokens = 1369,
-                          .output_tokens = 2212};
+                          .output_tokens = 2212,
+                          .cached_tokens = 1000};
   summary.ttft = {.mean = Ms(71.54), .median = Ms(73.88), .p99 = Ms(79.49)};
-  EXPECT_EQ(FormatBenchTable(summary, {.max_concurrency = 4, .request_rate = 10}),
+  EXPECT_EQ(FormatBenchTable(summary, {.max_concurrency = 4, .request_rate = 10},
+                             {.evictions = 7, .preemptions = 2, .peak_running = 5}),
             "============ Serving Benchmark Result ============\n"
             "Successful requests:                     10        \n"
             "Failed requests:                         0         \n"
@@ -116,19 +121,33 @@ TEST(FormatBenchTableTest, IsTheTableOfVllmBenchServe) {
             "Mean E2EL (ms):                          0.00      \n"
             "Median E2EL (ms):                        0.00      \n"
             "P99 E2EL (ms):                           0.00      \n"
+            "---------------------KV Cache---------------------\n"
+            "Uncached input throughput (tok/s):       63.84     \n"
+            "Prefix cache hit ratio (%):              73.05     \n"
+            "Evicted KV blocks:                       7         \n"
+            "Preemptions:                             2         \n"
+            "Peak running requests (since start):     5         \n"
             "==================================================\n");
 }
 
 TEST(BenchToJsonTest, HasTheNamesOfVllmsResults) {
-  BenchSummary summary = {
-      .completed = 3, .failed = 1, .duration = absl::Seconds(2), .output_tokens = 8};
+  BenchSummary summary = {.completed = 3,
+                          .failed = 1,
+                          .duration = absl::Seconds(2),
+                          .input_tokens = 100,
+                          .output_tokens = 8,
+                          .cached_tokens = 90};
   summary.itl.p99 = Ms(12.5);
-  const auto json = nlohmann::json::parse(BenchToJson(summary, {.burstiness = 0.5}));
+  const auto json =
+      nlohmann::json::parse(BenchToJson(summary, {.burstiness = 0.5}, {.peak_running = 6}));
   EXPECT_EQ(json["duration"], 2);
   EXPECT_EQ(json["num_prompts"], 4);
   EXPECT_EQ(json["completed"], 3);
   EXPECT_EQ(json["output_throughput"], 4);
   EXPECT_EQ(json["p99_itl_ms"], 12.5);
+  EXPECT_EQ(json["uncached_input_throughput"], 5);
+  EXPECT_EQ(json["prefix_cache_hit_ratio"], 0.9);
+  EXPECT_EQ(json["peak_running"], 6);
   EXPECT_EQ(json["mean_e2el_ms"], 0);
   EXPECT_EQ(json["request_rate"], "inf");
   EXPECT_EQ(json["burstiness"], 0.5);

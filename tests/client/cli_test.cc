@@ -175,6 +175,8 @@ TEST_F(CliTest, BadCommandLinesAreOneLineAndAConfigurationError) {
       {{"generate", "m", "--address=x:1", "--prompt=a"}, "--model is for processes of our own"},
       {{"bench", "--address=x:1", "--skip-tokenizer-init"}, "--skip-tokenizer-init is for"},
       {{"bench", "m", "--request-rate=0"}, "--request-rate"},
+      {{"bench", "m", "--dataset=agentic", "--request-rate=1"}, "--request-rate does not go with"},
+      {{"bench", "m", "--agentic-turns=0"}, "--agentic-turns"},
       {{"bench", "m", "--random-range-ratio=1.5"}, "--random-range-ratio"},
       {{"bench", "m", "--prompts-file=/nowhere.jsonl"}, "/nowhere.jsonl: cannot be read"},
   };
@@ -362,6 +364,18 @@ TEST_F(CliTest, BenchPrintsTheTableOfWhatItMeasured) {
   EXPECT_EQ(result["total_output_tokens"], 12);
   EXPECT_EQ(result["request_rate"], 100);
   EXPECT_GT(result["p99_e2el_ms"], result["mean_ttft_ms"]);
+}
+
+TEST_F(CliTest, AgenticSessionsSendEverythingThatWasSaid) {
+  const auto bench =
+      Start({"bench", "--model=any", "--skip-tokenizer-init", "--dataset=agentic",
+             "--agentic-sessions=3", "--agentic-turns=2", "--agentic-prefix-len=10",
+             "--agentic-turn-len=5", "--agentic-output-len=4", "--seed=3", "--format=json"});
+  ASSERT_EQ(bench->Wait(), 0) << bench->Err();
+  const Json result = Json::parse(bench->Out());
+  EXPECT_EQ(result["completed"], 6);
+  EXPECT_EQ(result["total_input_tokens"], 3 * (15 + 24));
+  EXPECT_EQ(result["total_output_tokens"], 6 * 4);
 }
 
 TEST_F(CliTest, ClientsSayWhenNobodyListens) {

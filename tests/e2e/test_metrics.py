@@ -29,6 +29,8 @@ MOVED_ELSEWHERE = {
     "weft_router_replays_total": "tests/e2e/test_metrics.py",
     "weft_router_retries_total": "tests/router/router_metrics_test.cc",
     "weft_stream_buffer_bytes": "tests/server/stream_writer_test.cc",
+    "weft_prefix_cache_hits_total": "tests/e2e/test_prefix_cache.py",
+    "weft_prefix_cache_evictions_total": "tests/e2e/test_prefix_cache.py",
 }
 PER_REQUEST = ["weft_e2e_request_latency_seconds", "weft_request_queue_time_seconds",
                "weft_request_prefill_time_seconds", "weft_request_decode_time_seconds",

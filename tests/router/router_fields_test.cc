@@ -73,6 +73,7 @@ TEST_F(RouterFieldsTest, PriorityAndTheLeadersFieldsArriveAsTheyWereGiven) {
   v1::GenerateRequest request;
   request.mutable_token_ids()->add_ids(7);
   request.set_priority(-3);
+  request.set_cache_salt("a tenant's");
   v1::SamplingParams& sampling = *request.mutable_sampling();
   sampling.set_seed(5);
   sampling.set_min_p(0);
@@ -87,6 +88,7 @@ TEST_F(RouterFieldsTest, PriorityAndTheLeadersFieldsArriveAsTheyWereGiven) {
   const auto stream = Send(request);
   const auto call = worker().TakeCall();
   EXPECT_EQ(call->request().priority(), -3);
+  EXPECT_EQ(call->request().cache_salt(), "a tenant's");
   EXPECT_EQ(call->request().sampling().ShortDebugString(), sampling.ShortDebugString());
 }
 

@@ -8,6 +8,7 @@
 #include "gtest/gtest.h"
 #include "server/base/check.h"
 #include "server/error_reason.h"
+#include "tests/worker/engine/block_index.h"
 #include "worker/generate_request.h"
 
 namespace weft::sim {
@@ -179,6 +180,7 @@ struct SimGroup::Life {
 
   std::unique_ptr<Engine> engine;  // null while loading
   std::unique_ptr<SimulatedGroup> ranks;
+  BlockIndex cached_blocks;
   bool hung = false;
   bool executing = false;
   std::deque<Result> results;
@@ -234,7 +236,8 @@ bool SimGroup::Idle() const {
   const EngineStats stats = life_->engine->Stats();
   return life_->requests.empty() && !life_->engine->HasWork() && life_->results.empty() &&
          life_->planned == life_->executed && stats.num_free_blocks == stats.num_blocks &&
-         stats.num_running == 0 && stats.num_waiting == 0;
+         stats.num_running == 0 && stats.num_waiting == 0 &&
+         stats.num_cached_blocks == life_->cached_blocks.size();
 }
 
 std::string SimGroup::Describe() const {
@@ -330,6 +333,7 @@ void SimGroup::PlanSteps(Life& life) {
       ++life.planned;
       ++num_steps_;
     }
+    life.cached_blocks.Apply(life.engine->TakeBlockChanges());
     DeliverEvents(life);
     if (plan == nullptr && !result.has_value()) break;
   }
@@ -360,7 +364,10 @@ void SimGroup::DeliverEvents(Life& life) {
     const auto at = life.requests.find(event.id);
     ASSERT_TRUE(at != life.requests.end()) << "news of a request that has ended";
     const std::shared_ptr<GenerateWire> wire = at->second;
-    if (event.finish != FinishReason::kNone) life.requests.erase(at);
+    if (event.finish != FinishReason::kNone) {
+      num_cached_tokens_ += event.num_cached_tokens;
+      life.requests.erase(at);
+    }
     switch (event.finish) {
       case FinishReason::kAborted:
         wire->writer().Finish(absl::CancelledError("cancelled"));

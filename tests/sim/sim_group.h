@@ -44,6 +44,8 @@ class SimGroup {
   bool IsHung() const;
   int num_deaths() const { return num_deaths_; }
   std::uint64_t num_steps() const { return num_steps_; }
+  // Of the prompts of all requests that have ended.
+  std::int64_t num_cached_tokens() const { return num_cached_tokens_; }
   // Every request has ended, every block is free, every plan has run.
   bool Idle() const;
   std::string Describe() const;
@@ -74,6 +76,7 @@ class SimGroup {
   std::vector<std::weak_ptr<Wire>> wires_;  // that are open
   int num_deaths_ = 0;
   std::uint64_t num_steps_ = 0;
+  std::int64_t num_cached_tokens_ = 0;
   std::uint64_t next_request_ = 1;
 };
 

@@ -38,6 +38,7 @@ struct Coverage {
   int deaths = 0;
   double replays = 0;
   std::uint64_t steps = 0;
+  std::int64_t cached_tokens = 0;
 };
 
 // One client: its request, its reading, and what came of it.
@@ -144,6 +145,7 @@ class Simulation {
     for (const auto& group : groups_) {
       coverage.deaths += group->num_deaths();
       coverage.steps += group->num_steps();
+      coverage.cached_tokens += group->num_cached_tokens();
       if (group->alive()) group->Kill();  // its connections go, so that the cluster can
     }
     while (time_.RunOne()) {
@@ -165,6 +167,7 @@ class Simulation {
     engine.max_num_batched_tokens = static_cast<std::int32_t>(Draw(random_, 1, 32));
     engine.max_num_waiting = OneIn(random_, 5) ? 2 : 1000;
     engine.async_scheduling = OneIn(random_, 2);
+    engine.enable_prefix_caching = !OneIn(random_, 4);
     options.max_delay = Duration(OneIn(random_, 4) ? 400'000 : 5'000);
     const std::int64_t num_groups = Draw(random_, 1, 3);
     for (std::int64_t i = 0; i < num_groups; ++i) {
@@ -196,10 +199,14 @@ class Simulation {
     for (std::int64_t i = 1; i <= num_clients; ++i) {
       SimClient::Plan plan;
       plan.request.set_request_id(fmt::format("request {}", i));
+      // Some begin alike.
       const std::int64_t length = Draw(random_, 1, 40);
+      const std::int64_t alike = OneIn(random_, 2) ? Draw(random_, 0, length) : 0;
       for (std::int64_t t = 0; t < length; ++t) {
-        plan.request.mutable_token_ids()->add_ids(DrawToken());
+        plan.request.mutable_token_ids()->add_ids(
+            t < alike ? static_cast<std::int32_t>(t % model_.vocab_size) : DrawToken());
       }
+      if (OneIn(random_, 4)) plan.request.set_cache_salt("salt");
       v1::SamplingParams& sampling = *plan.request.mutable_sampling();
       sampling.set_seed(static_cast<std::uint64_t>(i) * 1000);
       sampling.set_max_tokens(static_cast<std::int32_t>(Draw(random_, 1, 30)));
@@ -385,6 +392,7 @@ TEST(SimTest, EveryRequestEndsBlocksReturnAndNoStepIsLost) {
               ends.c_str());
   if (one) return;
   EXPECT_GT(coverage.replays, 0);
+  EXPECT_GT(coverage.cached_tokens, 0) << "no prompt was found in a prefix cache";
   for (const std::string_view seen :
        {std::string_view("FINISH_REASON_STOP"), std::string_view("FINISH_REASON_LENGTH"),
         std::string_view("CANCELLED"), kReasonRankLost, kReasonNotReady, kReasonOverloaded,

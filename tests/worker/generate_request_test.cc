@@ -48,6 +48,7 @@ TEST(GenerateRequestTest, EveryFieldReachesTheEngine) {
   request.add_prompt_token_ids(9);
   request.add_resume_token_ids(8);
   request.set_priority(-4);
+  request.set_cache_salt("a tenant's");
   v1::SamplingParams& in = *request.mutable_sampling();
   in.set_max_tokens(33);
   in.set_temperature(0.5F);
@@ -74,6 +75,7 @@ TEST(GenerateRequestTest, EveryFieldReachesTheEngine) {
   EXPECT_THAT(out->prompt_token_ids, ElementsAre(1, 9));
   EXPECT_THAT(out->resume_token_ids, ElementsAre(8));
   EXPECT_EQ(out->priority, -4);
+  EXPECT_EQ(out->cache_salt, "a tenant's");
   EXPECT_EQ(out->deadline, deadline);
   EXPECT_EQ(out->max_tokens, 33);
   EXPECT_THAT(out->stop_token_ids, ElementsAre(40));

@@ -1,7 +1,7 @@
 // Law 2: in fp32 the layout never changes the answer. Cells of checkpoint x layout x block size x
-// interleave x traffic x exchange x planning ahead x replicated queries x expert parallelism, each
-// against the reference's greedy tokens: a pairwise covering set and 300 drawn by seed; all of them
-// with WEFT_ALL_CELLS=1.
+// interleave x traffic x exchange x planning ahead x replicated queries x expert parallelism x
+// prefix caching, each against the reference's greedy tokens: a pairwise covering set and 300 drawn
+// by seed; all of them with WEFT_ALL_CELLS=1.
 
 #include <cstdlib>
 #include <map>
@@ -34,13 +34,14 @@ struct Layout {
   bool async;
   bool replicate_query;
   bool expert_parallel;
+  bool prefix_caching;
 
   std::string Name() const {
-    return fmt::format("{} T={} N={} V={} I={} {} {} {}{}{}", checkpoint, tp, dcp, block_size,
-                       interleave, kTrafficNames[traffic], DcpExchangeName(exchange),
-                       async ? "planning ahead" : "step by step",
-                       replicate_query ? ", queries replicated" : "",
-                       expert_parallel ? ", whole experts" : "");
+    return fmt::format(
+        "{} T={} N={} V={} I={} {} {} {}{}{}{}", checkpoint, tp, dcp, block_size, interleave,
+        kTrafficNames[traffic], DcpExchangeName(exchange),
+        async ? "planning ahead" : "step by step", replicate_query ? ", queries replicated" : "",
+        expert_parallel ? ", whole experts" : "", prefix_caching ? ", prefixes cached" : "");
   }
 };
 
@@ -58,7 +59,8 @@ Layout LayoutOf(const Cell& cell) {
           .exchange = cell[5] == 0 ? DcpExchange::kAgRs : DcpExchange::kA2a,
           .async = cell[6] == 0,
           .replicate_query = cell[7] == 1,
-          .expert_parallel = cell[8] == 1};
+          .expert_parallel = cell[8] == 1,
+          .prefix_caching = cell[9] == 1};
 }
 
 bool HasExperts(const std::string& checkpoint) {
@@ -70,7 +72,7 @@ bool HasExperts(const std::string& checkpoint) {
 
 std::vector<Cell> ValidCells() {
   const auto checkpoints = static_cast<int>(PresentFamilyCheckpoints().size());
-  return FullProduct({checkpoints, 8, 4, 3, kNumTraffic, 2, 2, 2, 2}, [](const Cell& cell) {
+  return FullProduct({checkpoints, 8, 4, 3, kNumTraffic, 2, 2, 2, 2, 2}, [](const Cell& cell) {
     const Layout layout = LayoutOf(cell);
     if (layout.replicate_query && layout.dcp == 1) return false;
     if (layout.expert_parallel && (layout.tp == 1 || !HasExperts(layout.checkpoint))) return false;
@@ -91,6 +93,7 @@ LocalGroupOptions OptionsOf(const Layout& layout, const std::filesystem::path& d
   options.model.expert_parallel = layout.expert_parallel;
   options.rank.stall_timeout = absl::Seconds(20);
   options.async_scheduling = layout.async;
+  options.enable_prefix_caching = layout.prefix_caching;
   const int blocks_of_one = (192 + layout.block_size - 1) / layout.block_size;
   options.model.num_blocks = 8 * blocks_of_one;
   if (layout.traffic == kMixed) options.model.max_num_batched_tokens = 13;
@@ -102,43 +105,65 @@ LocalGroupOptions OptionsOf(const Layout& layout, const std::filesystem::path& d
   return options;
 }
 
-EngineRequest RequestFor(const GoldenPrompt& prompt) {
+// Goes on behind the first `num_done` of the tokens that the reference generated.
+EngineRequest RequestFor(const GoldenPrompt& prompt, std::size_t num_done) {
   EngineRequest request;
   request.prompt_token_ids = prompt.ids;
-  request.max_tokens = static_cast<std::int32_t>(prompt.greedy.size());
+  request.prompt_token_ids.insert(request.prompt_token_ids.end(), prompt.greedy.begin(),
+                                  prompt.greedy.begin() + static_cast<std::ptrdiff_t>(num_done));
+  request.max_tokens = static_cast<std::int32_t>(prompt.greedy.size() - num_done);
   request.ignore_eos = true;
   request.sampling.temperature = 0;
   return request;
 }
 
-// Runs one cell; true when any sequence was preempted.
-bool RunCell(const Layout& layout) {
+// What the cells of a run have seen.
+struct Seen {
+  int preempted = 0;
+  int cached = 0;
+};
+
+// Runs the golden prompts, behind `num_done` tokens of each completion.
+void RunPrompts(const Layout& layout, const Golden& golden, LocalGroup& group, std::size_t num_done,
+                Seen& seen) {
+  std::vector<EngineRequest> requests;
+  std::vector<std::vector<std::int32_t>> expected;
+  for (const char* name : {"len1", "len7", "len33", "len130"}) {
+    const GoldenPrompt& prompt = golden.Prompt(name);
+    requests.push_back(RequestFor(prompt, num_done));
+    expected.emplace_back(prompt.greedy.begin() + static_cast<std::ptrdiff_t>(num_done),
+                          prompt.greedy.end());
+  }
+  std::vector<Completion> completions;
+  if (layout.traffic == kAlone) {
+    for (EngineRequest& request : requests) {
+      completions.push_back(group.Generate({std::move(request)}).front());
+    }
+  } else {
+    completions = group.Generate(std::move(requests));
+  }
+  for (std::size_t i = 0; i < completions.size(); ++i) {
+    EXPECT_TRUE(completions[i].status.ok()) << layout.Name() << ": " << completions[i].status;
+    EXPECT_EQ(completions[i].token_ids, expected[i])
+        << layout.Name() << ", prompt " << i << ", from token " << num_done;
+    seen.preempted += completions[i].num_preemptions > 0;
+    seen.cached += completions[i].num_cached_tokens > 0;
+  }
+}
+
+// With prefix caching, once more: the same prompts, which are found up to their last block, and as
+// next turns, behind what was generated.
+void RunCell(const Layout& layout, Seen& seen) {
   const auto dir = GoldenPath(layout.checkpoint);
   EXPECT_TRUE(dir.has_value());
   const Golden golden = LoadGolden(*dir);
   auto group = LocalGroup::Start(OptionsOf(layout, *dir));
   EXPECT_TRUE(group.ok()) << layout.Name() << ": " << group.status();
-  if (!group.ok()) return false;
+  if (!group.ok()) return;
 
-  std::vector<EngineRequest> requests;
-  std::vector<const std::vector<std::int32_t>*> expected;
-  for (const char* name : {"len1", "len7", "len33", "len130"}) {
-    requests.push_back(RequestFor(golden.Prompt(name)));
-    expected.push_back(&golden.Prompt(name).greedy);
-  }
-  std::vector<Completion> completions;
-  if (layout.traffic == kAlone) {
-    for (EngineRequest& request : requests) {
-      completions.push_back((*group)->Generate({std::move(request)}).front());
-    }
-  } else {
-    completions = (*group)->Generate(std::move(requests));
-  }
-  bool preempted = false;
-  for (std::size_t i = 0; i < completions.size(); ++i) {
-    EXPECT_TRUE(completions[i].status.ok()) << layout.Name() << ": " << completions[i].status;
-    EXPECT_EQ(completions[i].token_ids, *expected[i]) << layout.Name() << ", prompt " << i;
-    preempted |= completions[i].num_preemptions > 0;
+  RunPrompts(layout, golden, **group, 0, seen);
+  if (layout.prefix_caching) {
+    for (const std::size_t num_done : {0, 5}) RunPrompts(layout, golden, **group, num_done, seen);
   }
   EXPECT_TRUE((*group)->status().ok()) << layout.Name() << ": " << (*group)->status();
   // Planning ahead leaves one more step to run after the last token.
@@ -148,20 +173,23 @@ bool RunCell(const Layout& layout) {
     stats = (*group)->leader().Stats();
   }
   EXPECT_EQ(stats.num_free_blocks, stats.num_blocks) << layout.Name();
-  return preempted;
 }
 
 void RunCells(const std::vector<Cell>& cells) {
-  int preempted = 0;
+  Seen seen;
   int forced = 0;
+  int caching = 0;
   for (const Cell& cell : cells) {
     const Layout layout = LayoutOf(cell);
-    preempted += RunCell(layout);
+    RunCell(layout, seen);
     forced += layout.traffic == kPreempted;
+    caching += layout.prefix_caching;
     if (::testing::Test::HasFailure()) return;
   }
-  EXPECT_TRUE(forced == 0 || preempted > 0) << "the preempting cells never preempted";
-  std::printf("%zu cells, %d of them with preemptions\n", cells.size(), preempted);
+  EXPECT_TRUE(forced == 0 || seen.preempted > 0) << "the preempting cells never preempted";
+  EXPECT_TRUE(caching == 0 || seen.cached > 0) << "the caching cells never found anything";
+  std::printf("%zu cells; %d requests were preempted, %d found a prefix\n", cells.size(),
+              seen.preempted, seen.cached);
 }
 
 TEST(LayoutMatrixTest, EveryPairOfChoicesGivesTheReferencesTokens) {

@@ -18,6 +18,7 @@ class CollectingSink final : public TokenSink {
     completion_.prompt_logprobs.insert(completion_.prompt_logprobs.end(),
                                        event.prompt_logprobs.begin(), event.prompt_logprobs.end());
     completion_.num_preemptions = event.num_preemptions;
+    completion_.num_cached_tokens = event.num_cached_tokens;
     completion_.finish = event.finish;
     completion_.status = event.error;
     ended_ = event.finish != FinishReason::kNone;
@@ -80,6 +81,7 @@ absl::StatusOr<std::unique_ptr<LocalGroup>> LocalGroup::Start(const LocalGroupOp
                                    .max_num_batched_tokens = options.model.max_num_batched_tokens,
                                    .vocab_size = group->models_[0].config.vocab_size,
                                    .async_scheduling = options.async_scheduling,
+                                   .enable_prefix_caching = options.enable_prefix_caching,
                                    .num_ranks = tp,
                                    .kv_lease = options.kv_lease,
                                    .force_preemption_every = options.force_preemption_every}));

@@ -19,6 +19,7 @@ struct LocalGroupOptions {
   RankModelOptions model;  // `rank` is ignored
   RankOptions rank;        // sizes and exchange are taken from `model`
   bool async_scheduling = true;
+  bool enable_prefix_caching = true;
   std::int32_t force_preemption_every = 0;
   int threads_per_rank = 1;
   std::optional<KvMoverOptions> kv;  // exchanges KV with other groups
@@ -34,6 +35,7 @@ struct Completion {
   std::vector<PositionLogprobs> prompt_logprobs;
   FinishReason finish = FinishReason::kNone;
   std::int32_t num_preemptions = 0;
+  std::int32_t num_cached_tokens = 0;
 };
 
 // A whole group in one process: every rank is a thread, messages go over local fabrics; leader,

@@ -17,9 +17,11 @@ TEST(StatsLineTest, SaysWhatHappenedSinceTheLastOne) {
   stats.generation_tokens = 60;
   stats.steps = 30;
   stats.num_preemptions = 1;
+  stats.prefix_cache_queries = 200;
+  stats.prefix_cache_hits = 90;
   EXPECT_EQ(line.Next(stats, start + absl::Seconds(15)),
             "prompt 0.0 tokens/s, generation 2.0 tokens/s, 3 running, 2 waiting, KV cache 25.0 %, "
-            "1 preemptions");
+            "45.0 % of prompts cached, 1 preemptions");
 }
 
 TEST(StatsLineTest, AnIdleEngineIsSilentOnceItsLastStepsAreTold) {

@@ -76,6 +76,7 @@ class WorkerServiceTest : public ::testing::Test {
     v1::GroupState state;
     state.set_vocab_size(kVocab);
     state.add_eos_token_ids(kEos);
+    state.set_block_hash_key("of this model");
     service_->SetReady(group_->leader(), state);
   }
   void TearDown() override {
@@ -254,6 +255,75 @@ TEST_F(WorkerServiceTest, AReaderWhoLetsMoreThanTheBufferPileUpLosesItsStreamAlo
   EXPECT_TRUE(Call(*stub_, Request("b", 0, 490)).Finish().ok());
   EXPECT_TRUE(Await([&] { return group_->leader().num_requests() == 0; }));
   EXPECT_EQ(slow.Finish().error_code(), grpc::RESOURCE_EXHAUSTED);
+}
+
+// Of prompts of some full blocks, and of what is said of them to those who ask.
+TEST_F(WorkerServiceTest, AWatcherHearsOfTheBlocksThatAreStored) {
+  grpc::ClientContext context;
+  v1::WatchStateRequest wanted;
+  wanted.set_block_changes(true);
+  const auto watch = stub_->WatchState(&context, wanted);
+  v1::GroupState state;
+  ASSERT_TRUE(watch->Read(&state));
+  EXPECT_TRUE(state.block_changes().snapshot());
+  EXPECT_EQ(state.block_changes().changes_size(), 0);
+
+  v1::WorkerGenerateRequest request = Request("a", 0, 1);
+  request.clear_prompt_token_ids();
+  std::vector<std::int32_t> prompt;
+  for (int i = 0; i < 40; ++i) request.add_prompt_token_ids(prompt.emplace_back(10 + i));
+  std::vector<BlockHash> chain = StartHashChain("", "");
+  ExtendHashChain(prompt, 16, chain);
+  ASSERT_TRUE(Call(*stub_, request).Finish().ok());
+  std::vector<v1::BlockChange> changes;
+  std::uint64_t seq = 0;
+  while (changes.size() < 2 && watch->Read(&state)) {
+    const v1::BlockChanges& news = state.block_changes();
+    EXPECT_FALSE(news.snapshot());
+    if (news.changes_size() == 0) continue;
+    EXPECT_EQ(news.seq() - static_cast<std::uint64_t>(news.changes_size()), seq) << "a gap";
+    seq = news.seq();
+    changes.insert(changes.end(), news.changes().begin(), news.changes().end());
+  }
+  ASSERT_EQ(changes.size(), 2u);
+  for (std::size_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(changes[i].hash(), std::string(chain[1 + i].begin(), chain[1 + i].end()));
+    EXPECT_FALSE(changes[i].removed());
+  }
+  EXPECT_TRUE(changes[0].parent_hash().empty());
+  EXPECT_EQ(changes[1].parent_hash(), changes[0].hash());
+
+  // Who comes now gets both at once; who does not ask, none.
+  for (const bool asks : {true, false}) {
+    grpc::ClientContext late_context;
+    wanted.set_block_changes(asks);
+    const auto late = stub_->WatchState(&late_context, wanted);
+    ASSERT_TRUE(late->Read(&state));
+    EXPECT_EQ(state.has_block_changes(), asks);
+    EXPECT_EQ(state.block_changes().snapshot(), asks);
+    EXPECT_EQ(state.block_changes().changes_size(), asks ? 2 : 0);
+    EXPECT_EQ(state.group().num_cached_blocks(), 2);
+    late_context.TryCancel();
+    late->Finish();
+  }
+  context.TryCancel();
+  watch->Finish();
+}
+
+TEST_F(WorkerServiceTest, ASecondEqualRequestTellsItsCachedTokens) {
+  v1::WorkerGenerateRequest request = Request("a", 0, 3);
+  request.clear_prompt_token_ids();
+  for (int i = 0; i < 40; ++i) request.add_prompt_token_ids(10 + i);
+  std::string tokens[3];
+  for (int round = 0; round < 3; ++round) {
+    if (round == 2) request.set_cache_salt("a tenant's");
+    grpc::Status status;
+    const Response response = Call(*stub_, request).ReadAll(status);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    EXPECT_EQ(response.cached_tokens(), round == 1 ? 32 : 0);
+    for (const std::int32_t id : response.token_ids()) tokens[round] += std::to_string(id) + " ";
+    EXPECT_EQ(tokens[round], tokens[0]);
+  }
 }
 
 TEST_F(WorkerServiceTest, AWatcherNeverSeesAnOlderStateAfterANewerOne) {

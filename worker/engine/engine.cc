@@ -68,6 +68,9 @@ class EngineImpl final : public Engine {
   void OnKvReport(const KvReport& report) override;
   const StepPlan* Step(absl::Time now, std::optional<StepResult> result) override;
   absl::Span<const TokenEvent> TakeEvents() override;
+  absl::Span<const BlockChange> TakeBlockChanges() override {
+    return scheduler_.TakeBlockChanges();
+  }
   absl::Time NextDeadline() const override;
   bool HasWork() const override;
   EngineStats Stats() const override;
@@ -94,6 +97,7 @@ class EngineImpl final : public Engine {
   bool AcceptPromptLogprobs(Sequence& sequence, absl::Span<PositionLogprobs> logprobs);
   void AcceptToken(Sequence& sequence, std::int32_t token_id, PositionLogprobs* logprobs);
   void Fail(Sequence& sequence, absl::Status error);
+  void FailNotANumber(Sequence& sequence);
   void RemoveCancelledAndExpired(absl::Time now);
   void Finish(Sequence& sequence, TokenEvent event);
 
@@ -136,6 +140,7 @@ absl::Status EngineImpl::Add(EngineRequest request, absl::Time /*now*/) {
         fmt::format("{} requests are waiting; max_num_waiting is {}", scheduler_.num_waiting(),
                     options_.max_num_waiting));
   }
+  if (request.hash_chain.empty()) HashPrompt(request, options_);
   const std::vector<std::int32_t> resumed = std::move(request.resume_token_ids);
   std::unique_ptr<KvHandoff> kv = MakeHandoff(request);
   auto sequence =
@@ -220,10 +225,12 @@ void EngineImpl::Commit(const StepResult& result) {
 }
 
 bool EngineImpl::AcceptPromptLogprobs(Sequence& sequence, absl::Span<PositionLogprobs> logprobs) {
-  TokenEvent event{.id = sequence.id, .num_preemptions = sequence.num_preemptions};
+  TokenEvent event{.id = sequence.id,
+                   .num_preemptions = sequence.num_preemptions,
+                   .num_cached_tokens = sequence.num_cached_tokens};
   for (PositionLogprobs& position : logprobs) {
     if (std::isnan(position.token.logprob)) {
-      Fail(sequence, absl::InternalError("the model's output was not a number"));
+      FailNotANumber(sequence);
       return false;
     }
     event.prompt_logprobs.push_back(std::move(position));
@@ -239,15 +246,14 @@ void EngineImpl::AcceptToken(Sequence& sequence, std::int32_t token_id,
     return Fail(sequence, absl::InvalidArgumentError(
                               "allowed_token_ids, bad_words and min_tokens leave no token"));
   }
-  if (token_id < 0) {
-    return Fail(sequence, absl::InternalError("the model's output was not a number"));
-  }
+  if (token_id < 0) return FailNotANumber(sequence);
   CHECK(token_id < options_.vocab_size);
   ++generation_tokens_;
   TokenEvent event{.id = sequence.id,
                    .token_id = token_id,
                    .finish = sequence.Append(token_id),
                    .num_preemptions = sequence.num_preemptions,
+                   .num_cached_tokens = sequence.num_cached_tokens,
                    .output_index = sequence.num_output() - 1};
   if (logprobs != nullptr) event.logprobs = std::move(*logprobs);
   if (sequence.kv != nullptr && event.finish == FinishReason::kLength &&
@@ -366,6 +372,11 @@ bool EngineImpl::HasWork() const {
          requests_.size();
 }
 
+void EngineImpl::FailNotANumber(Sequence& sequence) {
+  sequence.hash_chain.clear();  // nobody else is to read what it has computed
+  Fail(sequence, absl::InternalError("the model's output was not a number"));
+}
+
 void EngineImpl::Fail(Sequence& sequence, absl::Status error) {
   Finish(sequence, {.id = sequence.id,
                     .finish = FinishReason::kError,
@@ -456,6 +467,12 @@ absl::Status CheckRequest(const EngineRequest& request, const EngineOptions& opt
                                                   request.max_tokens));
   }
   return absl::OkStatus();
+}
+
+void HashPrompt(EngineRequest& request, const EngineOptions& options) {
+  if (!options.enable_prefix_caching) return;
+  request.hash_chain = StartHashChain(options.block_hash_key, request.cache_salt);
+  ExtendHashChain(request.prompt_token_ids, options.block_size, request.hash_chain);
 }
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {

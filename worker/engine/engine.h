@@ -10,6 +10,8 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "server/block_hash.h"
+#include "worker/engine/block_manager.h"
 #include "worker/engine/kv_report.h"
 #include "worker/engine/logits_params.h"
 #include "worker/engine/step_plan.h"
@@ -26,7 +28,9 @@ struct EngineOptions {
   std::int32_t max_num_batched_tokens = 256;  // rows of a step
   std::int32_t max_num_waiting = 1024;        // queued requests (--max-num-waiting)
   std::int32_t vocab_size = 0;
-  bool async_scheduling = true;                 // plan step k+1 while k runs
+  bool async_scheduling = true;  // plan step k+1 while k runs
+  bool enable_prefix_caching = true;
+  std::string block_hash_key;                   // BlockHashKey() of the model
   std::int32_t num_ranks = 1;                   // that report on KV transfers
   absl::Duration kv_lease = absl::Seconds(30);  // a transfer without progress ends
   // Test hook: preempt one more running sequence than needed every this many steps; 0 is never.
@@ -44,6 +48,8 @@ struct EngineRequest {
   SamplingParams sampling;                     // whole_row is set by the engine
   std::shared_ptr<const LogitsParams> logits;  // null: none of it
   std::int32_t priority = 0;                   // lower is sooner, as in vLLM
+  std::string cache_salt;                      // requests of other salts share no cached blocks
+  std::vector<BlockHash> hash_chain;           // of the prompt: HashPrompt()
   absl::Time deadline = absl::InfiniteFuture();
 
   // With a transfer the prompt is computed by one group and the output by another. With a target
@@ -71,6 +77,10 @@ enum class FinishReason : std::uint8_t {
 // engine's thread.
 absl::Status CheckRequest(const EngineRequest& request, const EngineOptions& options);
 
+// Sets request.hash_chain, as prefix caching needs it. Add() does it otherwise; it takes time
+// linear in the prompt: not for the engine's thread.
+void HashPrompt(EngineRequest& request, const EngineOptions& options);
+
 // News of one request. Events of one request are in order; a `finish` other than kNone is the last.
 struct TokenEvent {
   RequestId id{};
@@ -80,6 +90,7 @@ struct TokenEvent {
   FinishReason finish = FinishReason::kNone;
   absl::Status error;  // set with kError
   std::int32_t num_preemptions = 0;
+  std::int32_t num_cached_tokens = 0;  // of the prompt, found in the prefix cache at first
   // With a finish: the Step() that planned its first rows; InfiniteFuture if there was none.
   absl::Time admitted = absl::InfiniteFuture();
   std::int32_t output_index = 0;  // of token_id among the output, resumed tokens included
@@ -104,10 +115,17 @@ struct StepResult {
 
 struct EngineStats {
   std::int32_t num_running = 0;
+  std::int32_t peak_running = 0;
   std::int32_t num_waiting = 0;
   std::int32_t num_blocks = 0;
-  std::int32_t num_free_blocks = 0;
-  std::int64_t kv_tokens = 0;  // positions held by running sequences
+  std::int32_t num_free_blocks = 0;    // held by no request; may be cached
+  std::int32_t num_cached_blocks = 0;  // held or not
+  // Tokens of requests, without those whose prompt is scored, that were looked up in the prefix
+  // cache at their first admission, and of these, found.
+  std::uint64_t prefix_cache_queries = 0;
+  std::uint64_t prefix_cache_hits = 0;
+  std::uint64_t prefix_cache_evictions = 0;  // blocks
+  std::int64_t kv_tokens = 0;  // positions of running sequences; shared ones count for each
   std::uint64_t num_preemptions = 0;
   std::uint64_t prompt_tokens = 0;
   std::uint64_t generation_tokens = 0;
@@ -124,12 +142,19 @@ struct EngineStats {
 // arrival). Where decodes and prompts want more rows than there are, prompts get a quarter and
 // decodes take turns for the rest. A request is admitted, with all blocks of its prompt, when one
 // more would still fit above a small watermark (1 % of the pool), or when nothing else runs; nobody
-// overtakes the head of the queue. When a decode finds no free block, it waits if some sequence is
+// overtakes the head of the queue, which waits a step if the blocks it wants next are computed in
+// this one. When a decode finds no free block, it waits if some sequence is
 // at its last token; else the youngest running sequence of the least important priority is
 // preempted: it gives up its blocks, goes back to the head of the queue and is recomputed; one that
 // was preempted makes progress (a new token) before it can be preempted again. A single sequence
 // always fits: Create() and CheckRequest() refuse what could not. Rows with logits are at most
 // max_num_seqs in a step: a prompt with logprobs goes in chunks of what the others leave of them.
+//
+// Prefix caching: full blocks of whatever was computed, prompts and outputs, are found by a hash of
+// all tokens up to their end (block_manager.h). A request starts behind the blocks of its that are
+// found, at its last token at the latest, and a preempted one likewise. One whose prompt is still
+// to be scored needs every row and starts at 0. Where two requests computed equal blocks, both go
+// on with the one stored first.
 //
 // Hand-off between groups: a request that receives is admitted as any other and holds its slot and
 // blocks; one that sends holds them until every rank's part was taken. Neither is preempted before
@@ -172,6 +197,10 @@ class Engine {
   // News since the last call, in order. Clears it; the span is valid until the next call of any
   // method.
   virtual absl::Span<const TokenEvent> TakeEvents() = 0;
+
+  // What the prefix cache has stored and removed since the last call, in order; call it from step
+  // to step. The span is valid until the next call of any method.
+  virtual absl::Span<const BlockChange> TakeBlockChanges() = 0;
 
   // The earliest deadline among requests; InfiniteFuture without one.
   virtual absl::Time NextDeadline() const = 0;

@@ -30,6 +30,7 @@ void Scheduler::Plan(StepPlan& plan, std::vector<PlannedResults>& results) {
   rows_left_ = options_.max_num_batched_tokens;
   logits_left_ = options_.max_num_seqs;
   num_sampled_ = 0;
+  for (Sequence* sequence : running_) StoreFullBlocks(*sequence);
   if (options_.force_preemption_every > 0 && step % options_.force_preemption_every == 0) {
     if (Sequence* victim = PickVictim()) Preempt(*victim);
   }
@@ -114,10 +115,18 @@ void Scheduler::Reserve(Sequence& sequence, std::int32_t num_rows) {
 // never run out. Alone it needs no reserve: the engine refused what could not fit by itself.
 bool Scheduler::Admit(Sequence& sequence) {
   if (free_slots_.empty()) return false;
+  const BlockManager::CachedPrefix cached = FindCached(sequence);
   // Who receives may get a token more before it has to compute after all.
-  const std::int32_t needed = BlocksFor(sequence.length() + (sequence.receiving() ? 1 : 0));
+  const std::int32_t num_blocks = BlocksFor(sequence.length() + (sequence.receiving() ? 1 : 0));
+  const std::int32_t needed = num_blocks - (cached.num_blocks - cached.num_unheld);
   const std::int32_t reserve = running_.empty() ? 0 : 1 + options_.num_blocks / 100;
   if (blocks_.num_free() < needed + reserve) return false;
+  if (cached.num_blocks < MostCached(sequence)) {
+    const BlockHash& next = sequence.hash_chain[1 + cached.num_blocks];
+    for (const Sequence* other : running_) {
+      if (ComputesNow(*other, cached.num_blocks, next)) return false;
+    }
+  }
 
   waiting_.erase(&sequence);
   sequence.running = true;
@@ -128,9 +137,70 @@ bool Scheduler::Admit(Sequence& sequence) {
   // All it may ever need, so that its decodes allocate nothing.
   sequence.token_ids.reserve(sequence.max_length);
   sequence.blocks.reserve(BlocksFor(sequence.max_length));
-  for (std::int32_t i = 0; i < needed; ++i) sequence.blocks.push_back(*blocks_.Allocate());
-  if (sequence.num_preemptions == 0) prompt_tokens_ += sequence.num_prompt_tokens;
+  if (!sequence.hash_chain.empty()) sequence.hash_chain.reserve(1 + BlocksFor(sequence.max_length));
+  TakeBlocks(sequence, cached.num_blocks, num_blocks);
+  peak_running_ = std::max(peak_running_, static_cast<std::int32_t>(running_.size()));
   return true;
+}
+
+// Full blocks that may be taken from the cache: the last token's row is always computed, for what
+// comes after it, and all of a prompt that is to be scored.
+std::int32_t Scheduler::MostCached(const Sequence& sequence) const {
+  if (sequence.hash_chain.empty() || sequence.scored < sequence.score_end) return 0;
+  return static_cast<std::int32_t>((sequence.length() - 1) / options_.block_size);
+}
+
+BlockManager::CachedPrefix Scheduler::FindCached(Sequence& sequence) const {
+  const std::int32_t most = MostCached(sequence);
+  if (most == 0) return {};
+  ExtendHashChain(sequence.token_ids, options_.block_size, sequence.hash_chain);
+  return blocks_.FindPrefix(absl::MakeConstSpan(sequence.hash_chain).subspan(1, most));
+}
+
+// Whether the plan being made fills block `index` of `other`, and it is the one of that hash.
+bool Scheduler::ComputesNow(const Sequence& other, std::int32_t index,
+                            const BlockHash& hash) const {
+  const std::int64_t end = (index + std::int64_t{1}) * options_.block_size;
+  return other.num_computed < end && other.num_computed + other.planned_rows >= end &&
+         static_cast<std::int32_t>(other.hash_chain.size()) > 1 + index &&
+         other.hash_chain[1 + index] == hash;
+}
+
+void Scheduler::TakeBlocks(Sequence& sequence, std::int32_t num_cached, std::int32_t num_blocks) {
+  for (std::int32_t i = 0; i < num_cached; ++i) {
+    sequence.blocks.push_back(blocks_.Share(sequence.hash_chain[1 + i]));
+  }
+  for (std::int32_t i = num_cached; i < num_blocks; ++i) {
+    sequence.blocks.push_back(*blocks_.Allocate());
+  }
+  sequence.num_stored_blocks = num_cached;
+  sequence.num_computed = std::int64_t{num_cached} * options_.block_size;
+  if (sequence.num_preemptions > 0) return;
+  prompt_tokens_ += sequence.num_prompt_tokens;
+  if (sequence.hash_chain.empty() || sequence.scored < sequence.score_end) return;
+  cache_queries_ += sequence.length();
+  cache_hits_ += sequence.num_computed;
+  sequence.num_cached_tokens = static_cast<std::int32_t>(std::min<std::int64_t>(
+      sequence.num_computed, static_cast<std::int64_t>(sequence.num_prompt_tokens)));
+}
+
+// Blocks whose every row was in an earlier plan and whose every token is known go to the cache. Not
+// during a hand-off: the ranks know the blocks it is about.
+void Scheduler::StoreFullBlocks(Sequence& sequence) {
+  if (sequence.hash_chain.empty() || sequence.kv != nullptr) return;
+  const std::int64_t num_known =
+      std::min(sequence.num_computed, static_cast<std::int64_t>(sequence.token_ids.size()));
+  const auto end = static_cast<std::int32_t>(num_known / options_.block_size);
+  if (sequence.num_stored_blocks == end) return;
+  ExtendHashChain(sequence.token_ids, options_.block_size, sequence.hash_chain);
+  for (std::int32_t& i = sequence.num_stored_blocks; i < end; ++i) {
+    BlockRef& block = sequence.blocks[i];
+    const BlockId own = block.id();
+    const BlockHash* parent = i == 0 ? nullptr : &sequence.hash_chain[i];
+    block = blocks_.Store(std::move(block), sequence.hash_chain[1 + i], parent);
+    // Another sequence computed the same: from here on this one reads that one's.
+    if (block.id() != own) sequence.num_sent_blocks = std::min(sequence.num_sent_blocks, i);
+  }
 }
 
 // False when the row cannot run in this step: the sequence itself was preempted, or blocks come
@@ -184,11 +254,13 @@ void Scheduler::CloseKv(Sequence& sequence) {
 
 void Scheduler::Release(Sequence& sequence) {
   CloseKv(sequence);
+  StoreFullBlocks(sequence);
   running_.erase(std::lower_bound(running_.begin(), running_.end(), &sequence, ByKey()));
   free_slots_.push_back(sequence.slot);
   sequence.running = false;
-  sequence.blocks.clear();
+  while (!sequence.blocks.empty()) sequence.blocks.pop_back();  // the last first: BlockManager
   sequence.num_sent_blocks = 0;
+  sequence.num_stored_blocks = 0;
   sequence.sampling_sent = false;
   sequence.num_computed = 0;
   sequence.planned_rows = 0;
@@ -290,6 +362,11 @@ void Scheduler::FillStats(EngineStats& stats) const {
   stats.num_waiting = num_waiting();
   stats.num_blocks = blocks_.num_blocks();
   stats.num_free_blocks = blocks_.num_free();
+  stats.num_cached_blocks = blocks_.num_cached();
+  stats.prefix_cache_queries = cache_queries_;
+  stats.prefix_cache_hits = cache_hits_;
+  stats.prefix_cache_evictions = blocks_.num_evictions();
+  stats.peak_running = peak_running_;
   stats.kv_tokens = 0;
   for (const Sequence* sequence : running_) stats.kv_tokens += sequence->num_computed;
   stats.num_preemptions = num_preemptions_;

@@ -43,6 +43,9 @@ class Scheduler {
   // before.
   void Plan(StepPlan& plan, std::vector<PlannedResults>& results);
 
+  // Of BlockManager.
+  absl::Span<const BlockChange> TakeBlockChanges() { return blocks_.TakeChanges(); }
+
   std::int32_t num_waiting() const { return static_cast<std::int32_t>(waiting_.size()); }
   absl::Span<Sequence* const> running() const { return running_; }
   // Sets what the scheduler knows of it.
@@ -58,6 +61,11 @@ class Scheduler {
   void ScheduleDecodes(std::int32_t rows_to_leave);
   void SchedulePrefills();
   bool Admit(Sequence& sequence);
+  std::int32_t MostCached(const Sequence& sequence) const;
+  BlockManager::CachedPrefix FindCached(Sequence& sequence) const;
+  bool ComputesNow(const Sequence& other, std::int32_t index, const BlockHash& hash) const;
+  void TakeBlocks(Sequence& sequence, std::int32_t num_cached, std::int32_t num_blocks);
+  void StoreFullBlocks(Sequence& sequence);
   bool MakeRoomForNextRow(Sequence& sequence);
   Sequence* PickVictim() const;
   void Preempt(Sequence& victim);
@@ -79,6 +87,9 @@ class Scheduler {
   std::vector<std::uint64_t> kv_closes_;  // transfers to be forgotten
   std::uint64_t num_preemptions_ = 0;
   std::uint64_t prompt_tokens_ = 0;
+  std::uint64_t cache_queries_ = 0;
+  std::uint64_t cache_hits_ = 0;
+  std::int32_t peak_running_ = 0;
 
   // Of the plan being made.
   std::int32_t rows_left_ = 0;

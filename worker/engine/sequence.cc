@@ -22,7 +22,8 @@ Sequence::Sequence(EngineRequest request, std::uint64_t arrival, std::int64_t ma
       stop_token_ids(std::move(request.stop_token_ids)),
       sampling(request.sampling),
       logits(std::move(request.logits)),
-      deadline(request.deadline) {
+      deadline(request.deadline),
+      hash_chain(std::move(request.hash_chain)) {
   if (!request.ignore_eos) eos_token_ids = std::move(request.eos_token_ids);
   std::sort(stop_token_ids.begin(), stop_token_ids.end());
   std::sort(eos_token_ids.begin(), eos_token_ids.end());

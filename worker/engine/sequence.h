@@ -40,9 +40,13 @@ struct Sequence {
   SamplingParams sampling;
   std::shared_ptr<const LogitsParams> logits;  // may be null
   absl::Time deadline;
+  // server/block_hash.h: of the full blocks whose hash was needed so far. Empty without prefix
+  // caching.
+  std::vector<BlockHash> hash_chain;
   absl::Time admitted = absl::InfiniteFuture();  // for the first time
   std::int32_t num_preemptions = 0;
-  std::unique_ptr<KvHandoff> kv;  // null without a hand-off, and once it is over
+  std::int32_t num_cached_tokens = 0;  // of the prompt, found when it was admitted first
+  std::unique_ptr<KvHandoff> kv;       // null without a hand-off, and once it is over
 
   // Waits for the KV of its prompt: nothing is to be computed.
   bool receiving() const { return kv != nullptr && !kv->sends; }
@@ -65,10 +69,11 @@ struct Sequence {
     return NumScored(num_rows) + (num_rows > 0 && num_rows == num_remaining() ? 1 : 0);
   }
 
-  bool running = false;              // else waiting, and what is below is at its defaults
-  std::int32_t slot = 0;             // while running
-  std::vector<BlockRef> blocks;      // in order of position
-  std::int32_t num_sent_blocks = 0;  // of `blocks`, that the ranks know of
+  bool running = false;                // else waiting, and what is below is at its defaults
+  std::int32_t slot = 0;               // while running
+  std::vector<BlockRef> blocks;        // in order of position
+  std::int32_t num_sent_blocks = 0;    // of `blocks`, that the ranks know of
+  std::int32_t num_stored_blocks = 0;  // of `blocks`, that are in the prefix cache
   bool sampling_sent = false;
   std::int64_t num_computed = 0;  // positions whose rows were in a plan
   std::int32_t planned_rows = 0;  // in the plan being made

@@ -37,8 +37,10 @@ class Driver {
     Launch(engine_.Step(absl::UnixEpoch(), result));
     while (const StepPlan* plan = engine_.Step(absl::UnixEpoch(), std::nullopt)) Launch(plan);
     num_events_ += engine_.TakeEvents().size();
+    num_changes_ += engine_.TakeBlockChanges().size();
   }
   std::size_t num_events() const { return num_events_; }
+  std::size_t num_changes() const { return num_changes_; }
 
  private:
   void Launch(const StepPlan* plan) {
@@ -56,6 +58,7 @@ class Driver {
   std::size_t num_rows_ = 0;  // the same in every step: all sequences start together
   std::uint64_t next_result_ = 1;
   std::size_t num_events_ = 0;
+  std::size_t num_changes_ = 0;
   std::vector<std::byte> message_;
   std::vector<std::int32_t> previous_tokens_;
   StepPlan decoded_;
@@ -73,7 +76,7 @@ TEST(EngineAllocationTest, SteadyDecodeAllocatesNothing) {
     for (std::uint64_t id = 1; id <= 16; ++id) {
       EngineRequest request;
       request.id = RequestId{id};
-      request.prompt_token_ids = {1, 2, 3};
+      request.prompt_token_ids = {1, 2, static_cast<std::int32_t>(id)};
       request.max_tokens = 900;
       request.deadline = absl::UnixEpoch() + absl::Hours(1);
       ASSERT_TRUE(engine->Add(request, absl::UnixEpoch()).ok());
@@ -84,6 +87,7 @@ TEST(EngineAllocationTest, SteadyDecodeAllocatesNothing) {
     const int before = num_allocations;
     for (int step = 0; step < 500; ++step) driver.Step();
     EXPECT_EQ(num_allocations - before, 0) << (async ? "async" : "sync");
+    EXPECT_GT(driver.num_changes(), 1000u) << "the prefix cache has stored next to nothing";
     EXPECT_EQ(driver.num_events() - events, 500u * 16);
   }
 }

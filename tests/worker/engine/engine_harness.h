@@ -33,6 +33,8 @@ class EngineHarness {
     EngineRequest request;
     request.id = RequestId{id};
     request.prompt_token_ids.assign(prompt_tokens, 3);
+    // No two requests share a prefix by accident.
+    if (prompt_tokens > 0) request.prompt_token_ids[0] = static_cast<std::int32_t>(id % 100);
     request.max_tokens = 1000;
     request.sampling.seed = id;
     return request;

@@ -125,7 +125,7 @@ TEST(EngineTest, ResumedTokensCountAsOutputAndAreRecomputed) {
   request.max_tokens = 4;
   harness.Add(request);
   harness.Step();
-  EXPECT_THAT(harness.plan->token_ids, testing::ElementsAre(3, 3, 8, 9));
+  EXPECT_THAT(harness.plan->token_ids, testing::ElementsAre(1, 3, 8, 9));
   EXPECT_EQ(harness.plan->num_sampled_rows(), 1);
   EXPECT_THAT(RunToEnd(harness, 1), SizeIs(2));
 }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "gtest/gtest.h"
+#include "tests/worker/engine/block_index.h"
 #include "tests/worker/engine/simulated_group.h"
 #include "worker/engine/engine.h"
 
@@ -58,6 +59,9 @@ struct Coverage {
   std::uint64_t preemptions = 0;
   std::int64_t references = 0;
   std::uint64_t steps = 0;
+  std::uint64_t cache_hits = 0;
+  std::uint64_t evictions = 0;
+  std::int64_t rewrites = 0;
 };
 
 EngineOptions DrawOptions(Random& random) {
@@ -73,6 +77,7 @@ EngineOptions DrawOptions(Random& random) {
   options.vocab_size = Draw(random, 2, 60);
   options.async_scheduling = Draw(random, 0, 1) == 1;
   options.force_preemption_every = std::max<std::int64_t>(0, Draw(random, -3, 5));
+  options.enable_prefix_caching = Draw(random, 0, 3) > 0;
   return options;
 }
 
@@ -90,12 +95,30 @@ std::shared_ptr<const LogitsParams> DrawLogits(Random& random, const EngineReque
   return std::make_shared<const LogitsParams>(std::move(params));
 }
 
-TracedRequest DrawRequest(Random& random, std::uint64_t id, const EngineOptions& options) {
+// Often begins as an earlier request with its output, or as a part of it.
+std::vector<std::int32_t> DrawPrompt(Random& random, const std::vector<TracedRequest>& earlier,
+                                     const EngineOptions& options) {
+  const std::int64_t length = Draw(random, 1, options.max_model_len - 1);
+  std::vector<std::int32_t> prompt;
+  if (!earlier.empty() && Draw(random, 0, 2) > 0) {
+    const TracedRequest& other = earlier[Draw(random, 0, earlier.size() - 1)];
+    prompt = other.request.prompt_token_ids;
+    prompt.insert(prompt.end(), other.expected_tokens.begin(), other.expected_tokens.end());
+    prompt.resize(std::min<std::int64_t>(Draw(random, 0, prompt.size()), length));
+  }
+  const auto tail = DrawTokens(random, length - prompt.size(), options.vocab_size);
+  prompt.insert(prompt.end(), tail.begin(), tail.end());
+  return prompt;
+}
+
+TracedRequest DrawRequest(Random& random, const std::vector<TracedRequest>& earlier,
+                          const EngineOptions& options) {
   TracedRequest traced;
   EngineRequest& request = traced.request;
+  const std::uint64_t id = earlier.size() + 1;
   request.id = RequestId{id};
-  request.prompt_token_ids =
-      DrawTokens(random, Draw(random, 1, options.max_model_len - 1), options.vocab_size);
+  request.prompt_token_ids = DrawPrompt(random, earlier, options);
+  if (Draw(random, 0, 3) == 0) request.cache_salt = "salt";
   if (Draw(random, 0, 3) == 0) {
     request.resume_token_ids = DrawTokens(random, Draw(random, 1, 6), options.vocab_size);
   }
@@ -167,8 +190,8 @@ Trace DrawTrace(std::uint64_t seed) {
   trace.model.vocab_size = trace.options.vocab_size;
   if (Draw(random, 0, 2) == 0) trace.model.nan_one_in = Draw(random, 20, 200);
   const std::int64_t num_requests = Draw(random, 1, 14);
-  for (std::int64_t id = 1; id <= num_requests; ++id) {
-    trace.requests.push_back(DrawRequest(random, id, trace.options));
+  for (std::int64_t i = 0; i < num_requests; ++i) {
+    trace.requests.push_back(DrawRequest(random, trace.requests, trace.options));
     Expect(trace, trace.requests.back());
   }
   return trace;
@@ -200,6 +223,7 @@ class TraceRunner {
   SimulatedGroup group_;
   Random random_;
   std::unique_ptr<Engine> engine_;
+  BlockIndex index_;
   std::int64_t tick_ = 0;
   std::size_t num_done_ = 0;
   std::uint64_t num_tokens_ = 0;
@@ -231,6 +255,8 @@ void TraceRunner::Run(Coverage& coverage) {
     AddAndCancel();
     StepOnce();
     TakeEvents();
+    index_.Apply(engine_->TakeBlockChanges());
+    ASSERT_EQ(engine_->Stats().num_cached_blocks, index_.size());
     if (testing::Test::HasFailure()) return;
   }
   EXPECT_EQ(engine_->Step(At(tick_), std::nullopt), nullptr);
@@ -247,6 +273,9 @@ void TraceRunner::Run(Coverage& coverage) {
   coverage.preemptions += stats.num_preemptions;
   coverage.references += group_.num_references();
   coverage.steps += stats.steps;
+  coverage.cache_hits += stats.prefix_cache_hits;
+  coverage.evictions += stats.prefix_cache_evictions;
+  coverage.rewrites += group_.num_rewrites();
   coverage.no_token_left += no_token_left_;
   for (const TracedRequest& traced : trace_.requests) {
     ++coverage.finishes[traced.finish];
@@ -369,6 +398,9 @@ TEST(EngineTraceTest, TokensAreThoseOfThePlainComputation) {
   EXPECT_GT(coverage.references, 0);
   EXPECT_GT(coverage.prompt_logprobs, 0);
   EXPECT_GT(coverage.no_token_left, 0);
+  EXPECT_GT(coverage.cache_hits, 0u);
+  EXPECT_GT(coverage.evictions, 0u);
+  EXPECT_GT(coverage.rewrites, 0);
   RecordProperty("steps", std::to_string(coverage.steps));
   RecordProperty("preemptions", std::to_string(coverage.preemptions));
 }

@@ -7,6 +7,14 @@
 #include "gtest/gtest.h"
 
 namespace weft {
+namespace {
+
+std::uint64_t ContextAfter(std::uint64_t context, std::int32_t token) {
+  context = (context ^ (static_cast<std::uint64_t>(token) + 1)) * 0x9e3779b97f4a7c15;
+  return context ^ (context >> 29);
+}
+
+}  // namespace
 
 PlanLimits LimitsOf(const EngineOptions& options) {
   return {.max_num_seqs = options.max_num_seqs,
@@ -107,7 +115,7 @@ void SimulatedGroup::TakeLogitsDeltas(absl::Span<const LogitsDelta> deltas,
                                       absl::Span<const std::int32_t> previous_tokens) {
   for (const LogitsDelta& delta : deltas) {
     Slot& slot = slots_[delta.slot];
-    EXPECT_EQ(slot.next_position, 0) << "a LogitsDelta of a slot that nobody took over";
+    EXPECT_TRUE(slot.taken_over) << "a LogitsDelta of a slot that nobody took over";
     slot.logits = delta.params;
     slot.known_tokens = delta.token_ids;
     slot.num_prompt_tokens = delta.num_prompt_tokens;
@@ -134,22 +142,41 @@ void SimulatedGroup::ApplyDeltas(const StepPlan& plan) {
   for (const SamplingDelta& delta : plan.sampling_deltas) {
     slots_[delta.slot].sampling = delta.params;
     slots_[delta.slot].logits = nullptr;
-    slots_[delta.slot].next_position = 0;  // the slot was taken over
+    slots_[delta.slot].taken_over = true;
   }
   std::size_t first_block = 0;
   for (const BlockTableDelta& delta : plan.table_deltas) {
     Slot& slot = slots_[delta.slot];
-    if (slot.next_position == 0) slot.table.clear();
-    EXPECT_EQ(delta.first_index, static_cast<std::int32_t>(slot.table.size()));
+    if (slot.taken_over) slot.table.clear();
+    ASSERT_LE(delta.first_index, static_cast<std::int32_t>(slot.table.size()));
+    if (delta.first_index < static_cast<std::int32_t>(slot.table.size())) ++num_rewrites_;
+    slot.table.resize(delta.first_index);
     for (std::int32_t i = 0; i < delta.num_blocks; ++i) {
       slot.table.push_back(plan.delta_blocks[first_block++]);
     }
   }
-  // No block belongs to two sequences of the step.
-  std::set<std::int32_t> blocks;
+  CheckWriters(plan);
+}
+
+// No block that a sequence writes to in this step is another's, too.
+void SimulatedGroup::CheckWriters(const StepPlan& plan) {
+  std::map<std::int32_t, std::int32_t> writers;  // block -> slot
+  for (const PlanSequence& sequence : plan.sequences) {
+    const std::int64_t first = sequence.first_position / options_.block_size;
+    const std::int64_t last =
+        (sequence.first_position + sequence.num_rows - 1) / options_.block_size;
+    const std::vector<std::int32_t>& table = slots_[sequence.slot].table;
+    ASSERT_LT(last, static_cast<std::int64_t>(table.size()));
+    for (std::int64_t i = first; i <= last; ++i) {
+      EXPECT_TRUE(writers.emplace(table[i], sequence.slot).second)
+          << "block " << table[i] << " is written twice";
+    }
+  }
   for (const PlanSequence& sequence : plan.sequences) {
     for (std::int32_t block : slots_[sequence.slot].table) {
-      EXPECT_TRUE(blocks.insert(block).second) << "block " << block << " has two owners";
+      const auto writer = writers.find(block);
+      EXPECT_TRUE(writer == writers.end() || writer->second == sequence.slot)
+          << "block " << block << " is read and written by two sequences";
     }
   }
 }
@@ -157,13 +184,20 @@ void SimulatedGroup::ApplyDeltas(const StepPlan& plan) {
 void SimulatedGroup::RunSequence(const PlanSequence& sequence,
                                  absl::Span<const std::int32_t> tokens) {
   Slot& slot = slots_[sequence.slot];
-  EXPECT_EQ(sequence.first_position, slot.next_position) << "slot " << sequence.slot;
+  if (slot.taken_over) {
+    EXPECT_EQ(sequence.first_position % options_.block_size, 0);
+    EXPECT_TRUE(options_.enable_prefix_caching || sequence.first_position == 0);
+  } else {
+    EXPECT_EQ(sequence.first_position, slot.next_position) << "slot " << sequence.slot;
+  }
+  slot.taken_over = false;
   const std::int64_t end = sequence.first_position + sequence.num_rows;
   ASSERT_LE(end, static_cast<std::int64_t>(slot.table.size()) * options_.block_size);
   for (std::int32_t row = 0; row < sequence.num_rows; ++row) {
     const std::int64_t position = sequence.first_position + row;
+    const std::uint64_t before = position == 0 ? 0 : CellOf(slot, position - 1).context;
     CellOf(slot, position) = {
-        .written = true, .seed = slot.sampling.seed, .position = position, .token = tokens[row]};
+        .position = position, .token = tokens[row], .context = ContextAfter(before, tokens[row])};
   }
   slot.next_position = end;
   const std::int32_t first_sampled = sequence.num_rows - sequence.num_sampled;
@@ -208,11 +242,13 @@ bool SimulatedGroup::ReadContext(const Slot& slot, std::int64_t position) {
     ADD_FAILURE() << "a row of an unknown sequence";
     return false;
   }
+  std::uint64_t context = 0;
   for (std::int64_t p = 0; p <= position; ++p) {
     const Cell& cell = CellOf(slot, p);
-    if (!cell.written || cell.seed != seed || cell.position != p) {
+    context = ContextAfter(context, cell.token);
+    if (cell.position != p || cell.context != context) {
       ADD_FAILURE() << "position " << p << " of sequence " << seed << " holds position "
-                    << cell.position << " of sequence " << cell.seed;
+                    << cell.position << " of another";
       return false;
     }
     context_.push_back(cell.token);

@@ -46,8 +46,8 @@ class Oracle {
 };
 
 // A group of ranks as the engine sees it: executes plans, in order, against a paged KV memory in
-// which every position remembers who wrote which token there, and checks every plan against what
-// step_plan.h promises. Failures are gtest failures.
+// which every position remembers which token was written there after which others, and checks every
+// plan against what step_plan.h promises. Failures are gtest failures.
 class SimulatedGroup {
  public:
   SimulatedGroup(const EngineOptions& options, const SimulatedModel& model, Oracle& oracle);
@@ -59,13 +59,14 @@ class SimulatedGroup {
   StepResult Execute();
 
   std::int64_t num_references() const { return num_references_; }
+  // Table deltas that changed what a slot had.
+  std::int64_t num_rewrites() const { return num_rewrites_; }
 
  private:
   struct Cell {
-    bool written = false;
-    std::uint64_t seed = 0;
-    std::int64_t position = 0;
+    std::int64_t position = -1;  // never written
     std::int32_t token = 0;
+    std::uint64_t context = 0;  // of the tokens up to this one: what KV depends on
   };
   struct Slot {
     std::vector<std::int32_t> table;
@@ -73,11 +74,13 @@ class SimulatedGroup {
     std::shared_ptr<const LogitsParams> logits;
     std::vector<std::int32_t> known_tokens;  // with logits: prompt and output
     std::int32_t num_prompt_tokens = 0;
+    bool taken_over = false;  // and no row was run since
     std::int64_t next_position = 0;
   };
 
   void ApplyDeltas(const StepPlan& plan);
   void CheckShape(const StepPlan& plan);
+  void CheckWriters(const StepPlan& plan);
   void TakeLogitsDeltas(absl::Span<const LogitsDelta> deltas,
                         absl::Span<const std::int32_t> previous_tokens);
   void ScoreRow(const Slot& slot, std::int64_t position);
@@ -98,6 +101,7 @@ class SimulatedGroup {
   std::vector<PositionLogprobs> logprobs_;
   std::vector<std::int32_t> context_;
   std::int64_t num_references_ = 0;
+  std::int64_t num_rewrites_ = 0;
 };
 
 }  // namespace weft

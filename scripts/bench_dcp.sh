@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# What sharding the KV cache by position buys: sessions of an agent on a model of SmolLM2's size with one KV head,
+# two ranks with equal KV bytes each, --decode-context-parallel-size 1 against 2. What the sessions need at last is
+# just under two budgets, so that N=1 computes again and again what N=2 finds. Needs a build and a quiet machine.
+#   scripts/bench_dcp.sh [--rounds 1] [--sessions 8] [--turns 8] [--prefix-len 2048] [--session-len 1024]
+#                        [--turn-len 16] [--output-len 64] [--budget BLOCKS]
+# --budget is what one rank holds without sharding, in blocks of 128 tokens; default: half of what the sessions need.
+# Prints requests per second, the most requests that ran at a time and the hit ratio of each, the ratios, and what
+# one short request alone loses. Fails when requests per second are under 2 times or the peak under 1.9 times.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bin=${WEFT_BIN_DIR:-$PWD/build/bin}
+rounds=1 sessions=8 turns=8 prefix=2048 session=1024 turn=16 output=64 budget=
+while (($# > 1)); do
+  case $1 in
+    --rounds) rounds=$2 ;;
+    --sessions) sessions=$2 ;;
+    --turns) turns=$2 ;;
+    --prefix-len) prefix=$2 ;;
+    --session-len) session=$2 ;;
+    --turn-len) turn=$2 ;;
+    --output-len) output=$2 ;;
+    --budget) budget=$2 ;;
+    *) break ;;
+  esac
+  shift 2
+done
+(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; }
+
+readonly model=.deps/models/smollm2-size-one-kv-head
+readonly python=.venv/bin/python
+readonly kv_bytes_per_token=$((2 * 64 * 2 * 30)) # K and V of one head of 64 in float16, 30 layers
+[[ -e $model/config.json ]] || "$python" scripts/make_model.py "$model" --num-key-value-heads 1
+
+readonly block=128
+blocks() { echo $((($1 + block - 1) / block)); }
+need=$(($(blocks "$prefix") + sessions * $(blocks $((session + turns * (turn + output)))) + 1))
+budget=${budget:-$(((need + 1) / 2))}
+echo "the sessions need $need blocks of $block tokens; a rank holds $budget without sharding, two $((2 * budget)) with it"
+
+work=$(mktemp -d)
+server=
+stop() { [[ -z $server ]] || { kill "$server" && wait "$server" || true; } 2>/dev/null; server=; }
+trap 'stop; rm -rf "$work"' EXIT
+
+# measure N ROUND
+measure() {
+  local log=$work/log address
+  "$bin/weft" serve "$model" --skip-tokenizer-init -tp 2 -dcp "$1" --host=127.0.0.1 --port=0 --metrics-port=-1 \
+    --block-size="$block" \
+    --kv-cache-memory-bytes=$((budget * block * kv_bytes_per_token)) --kv-cache-dtype=float16 2>"$log" &
+  server=$!
+  until grep -q "is ready on" "$log"; do
+    kill -0 "$server" 2>/dev/null || { cat "$log" >&2; exit 1; }
+    sleep 0.2
+  done
+  address=$(sed -n 's/.*listening on \([^ ]*\).*/\1/p' "$log" | head -n 1)
+  "$bin/weft" bench --address "$address" --format=json --num-prompts=10 --random-input-len=32 \
+    --random-output-len=32 --max-concurrency=1 --num-warmups=3 >"$work/short.$1.$2.json"
+  "$bin/weft" bench --address "$address" --format=json --dataset=agentic --agentic-sessions="$sessions" \
+    --agentic-turns="$turns" --agentic-prefix-len="$prefix" --agentic-session-len="$session" \
+    --agentic-turn-len="$turn" --agentic-output-len="$output" >"$work/agentic.$1.$2.json"
+  stop
+}
+
+for ((round = 1; round <= rounds; ++round)); do
+  for n in 1 2; do measure "$n" "$round"; done
+done
+"$python" - "$work" "$rounds" <<'EOF'
+import json, pathlib, statistics, sys
+
+work, rounds = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+
+def median(kind, n, key):
+    return statistics.median(json.loads((work / f"{kind}.{n}.{r}.json").read_text())[key] for r in range(1, rounds + 1))
+
+rows = [("requests/s", "agentic", "request_throughput"), ("peak running", "agentic", "peak_running"),
+        ("hit ratio", "agentic", "prefix_cache_hit_ratio"), ("uncached prompt tok/s", "agentic", "uncached_input_throughput"),
+        ("evicted blocks", "agentic", "evictions"), ("preemptions", "agentic", "preemptions"),
+        ("median TTFT (ms)", "agentic", "median_ttft_ms"), ("one short request (ms)", "short", "median_e2el_ms")]
+print(f"{'':24} {'N=1':>10} {'N=2':>10} {'N=2 / N=1':>10}")
+ratios = {}
+for title, kind, key in rows:
+    one, two = median(kind, 1, key), median(kind, 2, key)
+    ratios[key] = two / one if one else float("nan")
+    print(f"{title:24} {one:10.2f} {two:10.2f} {ratios[key]:10.2f}")
+print(f"one short request takes {100 * (ratios['median_e2el_ms'] - 1):+.0f} % with N=2")
+sys.exit(0 if ratios["request_throughput"] >= 2 and ratios["peak_running"] >= 1.9 else 1)
+EOF
