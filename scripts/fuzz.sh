@@ -28,7 +28,7 @@ if [[ -d /dev/shm ]]; then export TMPDIR=/dev/shm; fi
 run_one() {
   local fuzzer=$1 committed=tests/fuzz/corpus/$1 found=$build/corpus/$1 log=$build/logs/$1.log
   mkdir -p "$committed" "$found" "$build/crashes" "$build/logs"
-  if ! "$build/bin/$fuzzer" -max_total_time="$seconds" -max_len=4096 -timeout=10 -verbosity=0 \
+  if ! "$build/bin/$fuzzer" -max_total_time="$seconds" -max_len=4096 -timeout=60 -verbosity=0 \
     -print_final_stats=1 -artifact_prefix="$build/crashes/$fuzzer-" \
     "$found" "$committed" "$build/seeds/$fuzzer" >"$log" 2>&1; then
     echo "fuzz: $fuzzer found something:" >&2
