@@ -23,16 +23,18 @@ def values_of(ranks):
 
 def keep_busy(address, stop):
     """Waves of load, so that curves have a shape."""
-    while not stop.is_set():
+    def generate(*flags):
+        subprocess.run([BIN / "weft", "generate", "--address", address, *flags], capture_output=True)
+
+    while True:
         for concurrency in (2, 8, 16, 4):
+            # The same long prompt again, which is cached; and one that is refused.
+            generate("--prompt=" + "The same long prompt. " * 60, "--max-tokens=8")
+            generate("--prompt=x", "--top-p=2")
             if stop.is_set():
                 return
             subprocess.run([BIN / "weft", "bench", "--address", address, "--random-input-len=96", "--random-output-len=24",
                             f"--num-prompts={2 * concurrency}", f"--max-concurrency={concurrency}"], capture_output=True)
-        # The same long prompt again, which is cached; and one that is refused.
-        subprocess.run([BIN / "weft", "generate", "--address", address, "--prompt=" + "The same long prompt. " * 60,
-                        "--max-tokens=8"], capture_output=True)
-        subprocess.run([BIN / "weft", "generate", "--address", address, "--prompt=x", "--top-p=2"], capture_output=True)
 
 
 def main():

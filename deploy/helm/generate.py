@@ -21,7 +21,7 @@ OWNED = {"model", "served-model-name", "host", "port", "listen", "groups", "metr
 FLAG = re.compile(r"^  (?:-\w,)?--([\w-]+)(?:,\S+)?(?: ([A-Z]+|\w+(?:\|\w+)+))?(?:\s+(.*))?$")
 
 
-def schema_of(name, kind, help_text):
+def schema_of(kind, help_text):
     schema = {"description": help_text}
     if kind is None:
         return schema | {"type": "boolean"}
@@ -48,7 +48,9 @@ def options_of(program):
             options[last][1] += (" " if options[last][1] else "") + line.strip()
         else:
             last = None
-    return {name: schema_of(name, *rest) for name, rest in sorted(options.items()) if name not in OWNED}
+    # With --simulate a router does not serve.
+    return {name: schema_of(*rest) for name, rest in sorted(options.items())
+            if name not in OWNED and not name.startswith("simulate")}
 
 
 def schema():

@@ -39,7 +39,7 @@ def test_a_leader_is_found_when_its_name_comes_and_when_its_address_changes(tmp_
             processes.append(start("weft-worker", "--dtype=float32", f"--listen={address}:50052"))
             names.write_text(f"127.0.0.1 localhost\n{address} {NAME}\n")
             # Sooner than gRPC by itself, which asks for a name every 30 s.
-            wait_until(ready, 20, f"ready at {address}")
+            wait_until(ready, 27, f"ready at {address}")
             processes[-1].terminate()
             processes[-1].wait(20)
             wait_until(lambda: not ready(), 10, "its loss noticed")
