@@ -20,23 +20,48 @@ void BlockLog::Append(absl::Span<const BlockChange> changes) {
   }
 }
 
-BlockLog::News BlockLog::Read(std::optional<std::uint64_t> seq) const {
-  MutexLock lock(mutex_);
-  News news{.seq = seq_};
-  if (seq.has_value() && seq_ - *seq <= recent_.size()) {
-    news.changes.assign(recent_.end() - static_cast<std::ptrdiff_t>(seq_ - *seq), recent_.end());
-    return news;
-  }
-  news.snapshot = true;
+BlockLog::News BlockLog::Read(std::optional<std::uint64_t> seq, std::size_t max_changes) const {
+  News news;
   // A block is stored after its parent.
   std::vector<std::pair<std::uint64_t, BlockChange>> stored;
-  stored.reserve(blocks_.size());
-  for (const auto& [hash, entry] : blocks_) {
-    stored.emplace_back(entry.seq, BlockChange{.hash = hash, .parent = entry.parent});
+  {
+    MutexLock lock(mutex_);
+    news.seq = seq_;
+    if (seq.has_value() && seq_ - *seq <= recent_.size()) {
+      const auto first = recent_.end() - static_cast<std::ptrdiff_t>(seq_ - *seq);
+      const auto count = std::min<std::size_t>(seq_ - *seq, max_changes);
+      news.changes.assign(first, first + static_cast<std::ptrdiff_t>(count));
+      news.seq = *seq + count;
+      return news;
+    }
+    stored.reserve(blocks_.size());
+    for (const auto& [hash, entry] : blocks_) {
+      stored.emplace_back(entry.seq, BlockChange{.hash = hash, .parent = entry.parent});
+    }
   }
   std::sort(stored.begin(), stored.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
+  news.snapshot = true;
+  news.changes.reserve(stored.size());
   for (auto& [at, change] : stored) news.changes.push_back(change);
+  return news;
+}
+
+BlockLog::News BlockLog::Reader::Next(const BlockLog& log, std::size_t max_changes) {
+  News news;
+  if (rest_.empty()) {
+    news = log.Read(seq_, max_changes);
+    seq_ = news.seq;
+    if (!news.snapshot || news.changes.size() <= max_changes) return news;
+    rest_ = std::move(news.changes);
+    std::reverse(rest_.begin(), rest_.end());
+    news.changes.clear();
+  }
+  const std::size_t count = std::min(rest_.size(), max_changes);
+  news.changes.assign(rest_.rbegin(), rest_.rbegin() + static_cast<std::ptrdiff_t>(count));
+  rest_.resize(rest_.size() - count);
+  // Never below 0: every block that is there was a change once.
+  news.seq = *seq_ - rest_.size();
   return news;
 }
 

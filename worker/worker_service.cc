@@ -27,6 +27,10 @@ bool ReplaceState(v1::GroupState& into, v1::GroupState& next) {
 
 std::string Bytes(const BlockHash& hash) { return {hash.begin(), hash.end()}; }
 
+// Of one message, which then has 2.3 MB at most: less than gRPC's own limit of 4 MiB. What is more
+// comes with the next beat.
+constexpr std::size_t kMaxBlockChanges = 32'768;
+
 void FillProto(const BlockLog::News& news, v1::BlockChanges& out) {
   out.set_snapshot(news.snapshot);
   out.set_seq(news.seq);
@@ -251,9 +255,8 @@ void WorkerService::Tell(Watcher& watcher, StateWriter& writer, v1::GroupState s
   // One that has not read what it was told last waits, and so does what is new for it.
   if (watcher.block_changes && leader != nullptr && !state.block_hash_key().empty() &&
       writer.buffered_bytes() == 0) {
-    const BlockLog::News news = leader->block_log().Read(watcher.seq);
+    const BlockLog::News news = watcher.blocks.Next(leader->block_log(), kMaxBlockChanges);
     if (news.snapshot || !news.changes.empty()) FillProto(news, *state.mutable_block_changes());
-    watcher.seq = news.seq;
   }
   writer.Write(std::move(state));
 }

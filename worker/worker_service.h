@@ -68,8 +68,8 @@ class WorkerService final : public v1::Worker::CallbackService {
   using StateWriter = StreamWriter<v1::GroupState>;
   struct Watcher {
     std::weak_ptr<StateWriter> writer;
-    bool block_changes = false;        // whether it wants them
-    std::optional<std::uint64_t> seq;  // of the last block change it was told
+    bool block_changes = false;  // whether it wants them
+    BlockLog::Reader blocks;     // what of them it was told
   };
 
   void KeepInfo(std::int32_t rank, const v1::RankInfo& info) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

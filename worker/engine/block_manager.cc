@@ -84,6 +84,18 @@ BlockRef BlockManager::Share(const BlockHash& hash) {
   return BlockRef(*this, id);
 }
 
+void BlockManager::ForgetAll() {
+  while (first_unheld_ >= 0) {
+    empty_.push_back(BlockId{first_unheld_});
+    RemoveUnheld(BlockId{first_unheld_});
+  }
+  for (Block& block : blocks_) {
+    if (!std::exchange(block.cached, false)) continue;
+    changes_.push_back({.hash = block.hash, .parent = std::nullopt, .removed = true});
+  }
+  by_hash_.clear();
+}
+
 absl::Span<const BlockChange> BlockManager::TakeChanges() {
   taken_changes_.clear();
   std::swap(changes_, taken_changes_);

@@ -87,6 +87,10 @@ class BlockManager {
   // A cached block.
   BlockRef Share(const BlockHash& hash);
 
+  // Empties the prefix cache, in no order: no hash finds a block any more, held or not. Sequences
+  // that hold blocks store nothing more.
+  void ForgetAll();
+
   // What Store() and Allocate() have changed since the last call, in order. The span is valid until
   // the next call of any method.
   absl::Span<const BlockChange> TakeChanges();

@@ -373,7 +373,9 @@ bool EngineImpl::HasWork() const {
 }
 
 void EngineImpl::FailNotANumber(Sequence& sequence) {
-  sequence.hash_chain.clear();  // nobody else is to read what it has computed
+  // Blocks are stored before their results are known, and what made this one so may have come with
+  // a prefix: nobody is to read any of it again.
+  scheduler_.ForgetCache();
   Fail(sequence, absl::InternalError("the model's output was not a number"));
 }
 

@@ -184,6 +184,11 @@ void Scheduler::TakeBlocks(Sequence& sequence, std::int32_t num_cached, std::int
       sequence.num_computed, static_cast<std::int64_t>(sequence.num_prompt_tokens)));
 }
 
+void Scheduler::ForgetCache() {
+  for (Sequence* sequence : running_) sequence->hash_chain.clear();
+  blocks_.ForgetAll();
+}
+
 // Blocks whose every row was in an earlier plan and whose every token is known go to the cache. Not
 // during a hand-off: the ranks know the blocks it is about.
 void Scheduler::StoreFullBlocks(Sequence& sequence) {

@@ -43,6 +43,9 @@ class Scheduler {
   // before.
   void Plan(StepPlan& plan, std::vector<PlannedResults>& results);
 
+  // Empties the prefix cache; what runs now will not be in it either.
+  void ForgetCache();
+
   // Of BlockManager.
   absl::Span<const BlockChange> TakeBlockChanges() { return blocks_.TakeChanges(); }
 

@@ -190,14 +190,25 @@ TEST(PrefixCacheTest, ABlockInUseIsNeverEvicted) {
   EXPECT_EQ(harness.engine->Stats().num_free_blocks, 6);
 }
 
+// However far it came before somebody noticed: its prompt in chunks, tokens after it.
 TEST(PrefixCacheTest, WhatWasNotANumberIsNotCached) {
-  EngineHarness harness(Options());
-  harness.Add(Request(1, Count(9), 4));
-  harness.Step();
-  harness.next_token = kNotANumber;
-  harness.Step();
-  EXPECT_EQ(harness.LastEvent(1).finish, FinishReason::kError);
-  EXPECT_EQ(harness.engine->Stats().num_cached_blocks, 0);
+  for (int good_steps = 1; good_steps < 12; ++good_steps) {
+    SCOPED_TRACE(good_steps);
+    EngineOptions options = Options();
+    options.max_num_batched_tokens = 3;
+    EngineHarness harness(options);
+    harness.Add(Request(1, Count(9), 20));
+    harness.Add(Request(2, Count(9), 3));  // has a part of it, too
+    for (int step = 0; step < good_steps; ++step) harness.Step();
+    harness.next_token = kNotANumber;
+    for (int step = 0; step < 20; ++step) harness.Step();
+    harness.Events();
+    EXPECT_EQ(harness.engine->Stats().num_cached_blocks, 0);
+    EXPECT_EQ(harness.engine->Stats().num_free_blocks, harness.engine->Stats().num_blocks);
+    harness.next_token = 7;
+    EXPECT_EQ(RunAlone(harness, Request(3, Count(9))).num_cached_tokens, 0);
+    EXPECT_EQ(RunAlone(harness, Request(4, Count(9))).num_cached_tokens, 8) << "it is used again";
+  }
 }
 
 }  // namespace
