@@ -2,6 +2,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -240,15 +241,15 @@ void AddSimulationTo(OptionParser& parser, Flags& flags) {
   parser.Group("Simulation");
   parser.Add("--simulate", &flags.simulate,
              "Replays a trace (Mooncake's format) under every policy, prints a table and exits");
-  parser.Add("--simulate-groups", &groups.count, "Groups", positive);
+  parser.Add("--simulate-groups", &groups.count, "Groups", Range(1, 65536));
   parser.Add("--simulate-blocks", &groups.num_blocks, "Blocks of each group's prefix cache",
              positive);
   parser.Add("--simulate-block-size", &groups.block_size, "Tokens of a block of the trace",
              positive);
   parser.Add("--simulate-prefill-rate", &groups.prefill_tokens_per_second,
-             "Tokens of prompts that a group computes in a second");
+             "Tokens of prompts that a group computes in a second", Range(1, 1e9));
   parser.Add("--simulate-token-time", &groups.seconds_per_token,
-             "Seconds from one token of a request to the next");
+             "Seconds from one token of a request to the next", Range(0, 1e6));
 }
 
 int Main(int argc, char** argv) {

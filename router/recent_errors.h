@@ -27,6 +27,11 @@ class RecentErrors {
   void Add(const absl::Status& status) {
     Entry entry = {absl::Now(), absl::StatusCodeToString(status.code()), ReasonOf(status),
                    std::string(status.message().substr(0, kMaxMessageBytes))};
+    // No part of a character at the end.
+    while (entry.message.size() < status.message().size() && !entry.message.empty() &&
+           (status.message()[entry.message.size()] & 0xc0) == 0x80) {
+      entry.message.pop_back();
+    }
     MutexLock lock(mutex_);
     entries_.push_front(std::move(entry));
     if (entries_.size() > kMaxEntries) entries_.pop_back();

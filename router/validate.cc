@@ -95,8 +95,15 @@ absl::Status ValidateChat(const v1::Chat& chat, const RequestLimits& limits) {
                   limits.max_prompt_bytes));
 }
 
+absl::Status ValidateCacheSalt(std::string_view salt) {
+  if (salt.size() <= kMaxCacheSaltBytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(fmt::format("cache_salt has {} bytes; at most {} are allowed",
+                                                salt.size(), kMaxCacheSaltBytes));
+}
+
 absl::Status ValidateRequest(const v1::GenerateRequest& request, const RequestLimits& limits) {
   RETURN_IF_ERROR(ValidateRequestId(request.request_id()));
+  RETURN_IF_ERROR(ValidateCacheSalt(request.cache_salt()));
   if (!request.model().empty() && request.model() != limits.served_model_name) {
     return absl::InvalidArgumentError(fmt::format("model is \"{}\"; \"{}\" is served here",
                                                   request.model(), limits.served_model_name));

@@ -29,6 +29,7 @@ struct RequestLimits {
 
 // A request id has at most so many bytes: it travels with every message of the stream.
 inline constexpr std::size_t kMaxRequestIdBytes = 128;
+inline constexpr std::size_t kMaxCacheSaltBytes = 256;
 // Temperatures between 0 and this one would only lose the noise in rounding.
 inline constexpr float kMinTemperature = 1e-5F;
 inline constexpr float kMaxTemperature = 1000.0F;

@@ -36,6 +36,11 @@ class ReplayTest : public RouterFixture {
     call.End();
   }
 
+  // The client has so many, and so the router.
+  static void AwaitTokens(const Stream& stream, std::size_t count) {
+    while (stream.num_token_ids() < static_cast<int>(count)) absl::SleepFor(absl::Milliseconds(1));
+  }
+
   static void ExpectUndisturbed(Stream& stream, std::string_view whole, std::int32_t index = 0) {
     ASSERT_TRUE(stream.Wait().ok()) << stream.Wait();
     EXPECT_EQ(stream.Text(index), whole);
@@ -66,8 +71,10 @@ TEST_F(ReplayTest, ALostStreamGoesOnAtAnotherGroupFromEveryToken) {
     const std::size_t first = worker(0).num_calls_waiting() > 0 ? 0 : 1;
     const auto call = worker(first).TakeCall();
     for (const char c : kWhole.substr(0, cut)) call->Send({Id(c)});
+    AwaitTokens(*stream, cut);
     worker(first).Kill();
     const auto next = worker(1 - first).TakeCall();
+    EXPECT_EQ(Resumed(*next), kWhole.substr(0, cut));
     EXPECT_GT(next->request().attempt(), call->request().attempt());
     EXPECT_EQ(next->request().request_id(), call->request().request_id());
     EXPECT_EQ(next->request().sampling().SerializeAsString(),
@@ -83,6 +90,7 @@ TEST_F(ReplayTest, ALostStreamWaitsForItsGroupToComeBack) {
   StartOne();
   const auto stream = Send(TextRequest("x"));
   worker().TakeCall()->Send({'a'});
+  AwaitTokens(*stream, 1);
   worker().Kill();
   WaitUntilReady(0, false);
   worker().Start();
@@ -97,8 +105,10 @@ TEST_F(ReplayTest, AStopStringThatTheLossSplitsIsFound) {
   const auto stream = Send(request);
   const auto call = worker(0).TakeCall();
   for (const char c : std::string_view("abc")) call->Send({Id(c)});
+  AwaitTokens(*stream, 3);
   worker(0).Kill();
   const auto next = worker(1).TakeCall();
+  EXPECT_EQ(Resumed(*next), "abc");
   for (const char c : std::string_view("abcd").substr(Resumed(*next).size())) next->Send({Id(c)});
   next->WaitUntilCancelled();  // the leader is told
   next->End();
@@ -122,11 +132,15 @@ TEST_F(ReplayTest, LogprobsOfThePromptComeOnceWhereverTheGroupIsLost) {
     v1::WorkerGenerateResponse chunk;
     for (int i = 0; i < 2; ++i) chunk.add_prompt_logprobs();
     call->Send(chunk);
-    if (after_first_token) call->Send({'a'});
+    if (after_first_token) {
+      call->Send({'a'});
+      AwaitTokens(*stream, 1);
+    }
     worker(0).Kill();
     const auto next = worker(1).TakeCall();
     // With a token the client has them.
-    EXPECT_EQ(next->request().sampling().has_prompt_logprobs(), Resumed(*next).empty());
+    EXPECT_EQ(Resumed(*next), after_first_token ? "a" : "");
+    EXPECT_EQ(next->request().sampling().has_prompt_logprobs(), !after_first_token);
     if (Resumed(*next).empty()) {
       chunk.add_prompt_logprobs();
       next->Send(chunk);
@@ -152,6 +166,7 @@ TEST_F(ReplayTest, EachSampleGoesOnByItself) {
   };
   second->Send({whole(*second)[0]});
   first->Send({whole(*first)[0]});
+  AwaitTokens(*stream, 2);
   worker(0).Kill();
   SendRest(*worker(1).TakeCall(), whole(*first));
   for (const char c : std::string_view(whole(*second)).substr(1, 2)) second->Send({Id(c)});

@@ -20,7 +20,10 @@ Stream::Stream(v1::Inference::Stub& stub, v1::GenerateRequest request, Deadline 
   thread_ = std::thread([this, &stub] {
     const auto reader = stub.Generate(&context_, request_);
     v1::GenerateResponse response;
-    while (reader->Read(&response)) responses_.push_back(response);
+    while (reader->Read(&response)) {
+      responses_.push_back(response);
+      num_token_ids_ += response.token_ids_size();
+    }
     status_ = FromGrpcStatus(reader->Finish());
     ended_ = true;
   });

@@ -38,6 +38,8 @@ class Stream {
 
   void Cancel() { context_.TryCancel(); }
   bool ended() const { return ended_; }
+  // Of all samples, as they come.
+  int num_token_ids() const { return num_token_ids_; }
   const absl::Status& Wait();
 
   // After Wait(); of sample `index`.
@@ -52,6 +54,7 @@ class Stream {
   std::vector<v1::GenerateResponse> responses_;
   absl::Status status_;
   std::atomic<bool> ended_ = false;
+  std::atomic<int> num_token_ids_ = 0;
   std::thread thread_;
 };
 

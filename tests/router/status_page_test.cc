@@ -90,6 +90,10 @@ TEST(RecentErrorsTest, KeepsTheNewestAndCutsLongMessages) {
   errors.Add(absl::InternalError(std::string(10'000, 'x')));
   const auto all = errors.All();
   ASSERT_EQ(all.size(), RecentErrors::kMaxEntries);
+  std::string wide;
+  for (int i = 0; i < 200; ++i) wide += "\xe2\x82\xac";
+  errors.Add(absl::InternalError("x" + wide));
+  EXPECT_EQ(errors.All()[0].message, "x" + wide.substr(0, 297));
   EXPECT_EQ(all[0].message.size(), RecentErrors::kMaxMessageBytes);
   EXPECT_EQ(all[1].message, "error 49");
   EXPECT_EQ(all[1].code, "INTERNAL");

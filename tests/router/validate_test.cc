@@ -56,6 +56,8 @@ TEST(ValidateTest, RefusesWhatIsOutOfRangeAndSaysWhatIsAllowed) {
   const std::vector<Case> cases = {
       {"", [](R&, S&) {}},
       {"", [](R& r, S&) { r.set_request_id(std::string(128, 'x')); }},
+      {"cache_salt has 257 bytes; at most 256",
+       [](R& r, S&) { r.set_cache_salt(std::string(257, 's')); }},
       {"request_id has 129 bytes; at most 128",
        [](R& r, S&) { r.set_request_id(std::string(129, 'x')); }},
       {"", [](R& r, S&) { r.set_model("tiny"); }},
