@@ -1,8 +1,10 @@
 #include "client/client_run.h"
 
+#include <algorithm>
 #include <thread>
 #include <utility>
 
+#include "absl/time/clock.h"
 #include "client/local_cluster.h"
 #include "client/server_info.h"
 #include "fmt/format.h"
@@ -16,11 +18,21 @@
 namespace weft {
 namespace {
 
-void PrintLayout(const std::string& address) {
+// Waits until every group is ready: the router is when one of them is.
+void PrintLayout(const std::string& address, const std::atomic<bool>& cancelled) {
   const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
-  const auto info = FetchServerInfo(*stub, absl::Seconds(5));
-  if (!info.ok() || info->groups().empty()) return;
-  fmt::print(stderr, "{}: {}\n", info->groups(0).model(), DescribeLayout(info->groups(0)));
+  auto info = FetchServerInfo(*stub, absl::Seconds(5));
+  const auto ready = [](const v1::GroupInfo& group) { return group.ready(); };
+  while (info.ok() && !std::all_of(info->groups().begin(), info->groups().end(), ready)) {
+    if (cancelled) return;
+    absl::SleepFor(absl::Milliseconds(50));
+    info = FetchServerInfo(*stub, absl::Seconds(5));
+  }
+  if (!info.ok()) return;
+  for (const v1::GroupInfo& group : info->groups()) {
+    const std::string role = group.kv_role().empty() ? "" : fmt::format(" ({})", group.kv_role());
+    fmt::print(stderr, "{}{}: {}\n", group.model(), role, DescribeLayout(group));
+  }
 }
 
 // The arguments of a router that serves this command only.
@@ -36,6 +48,8 @@ std::vector<std::string> RouterArguments(const ServerFlags& server, const GroupF
   if (!group.served_model_name.empty()) {
     arguments.push_back("--served-model-name=" + group.served_model_name);
   }
+  // Who asks for a prefill group wants it used.
+  if (server.prefill.tensor_parallel_size) arguments.push_back("--pd-min-prefill-tokens=1");
   if (server.skip_tokenizer_init) arguments.push_back("--skip-tokenizer-init");
   return arguments;
 }
@@ -60,11 +74,12 @@ int RunWithOwnServer(const ServerFlags& server, const GroupFlags& group,
   worker_arguments.push_back("--metrics-port=-1");
   LocalCluster cluster = {.tensor_parallel_size = group.tensor_parallel_size,
                           .worker_arguments = std::move(worker_arguments),
-                          .router_arguments = RouterArguments(server, group)};
+                          .router_arguments = RouterArguments(server, group),
+                          .prefill = server.prefill};
   cluster.on_ready = [&](const std::string& address) {
     if (client_thread.joinable()) return;  // the router was restarted; its requests have failed
     client_thread = std::thread([&, address] {
-      PrintLayout(address);
+      PrintLayout(address, cancelled);
       client_code = client(address, cancelled);
       supervisor.RequestStop();
     });
@@ -88,16 +103,20 @@ void ServerFlags::AddTo(OptionParser& parser) {
              "A running router, HOST:PORT; without it, processes are started for this call");
   parser.Add("--skip-tokenizer-init", &skip_tokenizer_init,
              "No tokenizer: prompts are token ids, and no text comes back");
+  prefill.AddTo(parser);
 }
 
 absl::Status CheckServerFlags(const ServerFlags& server, const GroupFlags& group,
                               const OptionParser& parser) {
   if (!server.address) {
     RETURN_IF_ERROR(group.Check());
+    RETURN_IF_ERROR(server.prefill.Check(parser));
     return RaiseFileLimit(kMinServerFiles);
   }
   std::vector<std::string> arguments = GroupFlags::Arguments(parser);
-  arguments.push_back("--skip-tokenizer-init");
+  arguments.insert(arguments.end(), {"--skip-tokenizer-init", "--prefill-tensor-parallel-size",
+                                     "--prefill-decode-context-parallel-size",
+                                     "--prefill-cp-kv-cache-interleave-size"});
   for (const std::string& argument : arguments) {
     const std::string name = argument.substr(0, argument.find('='));
     if (name == "--served-model-name" || name == "--log-level") continue;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "client/local_cluster.h"
 #include "server/group_flags.h"
 #include "server/options.h"
 
@@ -16,6 +17,7 @@ namespace weft {
 struct ServerFlags {
   std::optional<std::string> address;
   bool skip_tokenizer_init = false;
+  PrefillFlags prefill;
 
   // Adds every flag; `this` must outlive `parser`.
   void AddTo(OptionParser& parser);

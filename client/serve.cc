@@ -27,15 +27,18 @@ int ServeCommand(int argc, char** argv) {
   GroupFlags group;
   RouterFlags router;
   MetricsFlags metrics;
+  PrefillFlags prefill;
   OptionParser parser("weft serve",
                       "Serves a model from this host, until Ctrl-C or SIGTERM: a router and a "
                       "group of ranks. Requests in flight finish first.");
   group.AddTo(parser);
+  prefill.AddTo(parser);
   router.AddTo(parser);
   metrics.AddTo(parser, "9400, the router's; ranks take free ones, which weft status shows");
   if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
   InitLog("weft", group.log_level);
   absl::Status status = group.Check();
+  if (status.ok()) status = prefill.Check(parser);
   if (status.ok()) status = RaiseFileLimit(kMinServerFiles);
   if (!status.ok()) {
     fmt::print(stderr, "weft serve: {}\n", std::string(status.message()));
@@ -47,7 +50,8 @@ int ServeCommand(int argc, char** argv) {
   supervisor.StopOnSignal(signals.fd());
   LocalCluster cluster = {.tensor_parallel_size = group.tensor_parallel_size,
                           .worker_arguments = GroupFlags::Arguments(parser),
-                          .router_arguments = RouterFlags::Arguments(parser)};
+                          .router_arguments = RouterFlags::Arguments(parser),
+                          .prefill = prefill};
   for (std::string& argument : MetricsFlags::Arguments(parser)) {
     cluster.router_arguments.push_back(std::move(argument));
   }

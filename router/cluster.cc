@@ -18,7 +18,8 @@ constexpr std::chrono::milliseconds kTick{50};
 
 Cluster::Cluster(ClusterOptions options)
     : options_(std::move(options)),
-      policy_(options_.policy, options_.request_tokens, std::random_device()()) {
+      policy_(options_.policy, options_.request_tokens, std::random_device()()),
+      prefill_policy_(options_.policy, options_.request_tokens, std::random_device()()) {
   ClusterSnapshot snapshot;
   for (std::size_t i = 0; i < options_.addresses.size(); ++i) {
     links_.push_back(std::make_shared<GroupLink>(options_.addresses[i], options_.link,
@@ -141,6 +142,38 @@ void Cluster::FailOverdue(Clock::time_point now) {
   }
 }
 
+GroupLoad Cluster::LoadOf(std::size_t index, const GroupSnapshot& group,
+                          const PromptBlocks& prompt) const {
+  const GroupLink& link = *links_[index];
+  return {.ready = group.ready,
+          .max_prompt_tokens = group.info.max_model_len() - 1,
+          .requests = group.other_requests + link.in_flight(),
+          .free_blocks = group.info.num_free_blocks(),
+          .cached_tokens = group.info.block_size() * static_cast<std::int64_t>(link.CountCached(
+                                                         prompt.Find(group.block_hash_key))),
+          .prefill_tokens = link.prefill_tokens()};
+}
+
+std::optional<GroupLease> Cluster::PlacePrefill(const GroupLease& decode,
+                                                const PlaceRequest& request) {
+  if (!decode.snapshot().kv.has_value()) return std::nullopt;
+  const std::int64_t prompt_tokens = request.prompt->num_tokens() + request.more_tokens;
+  std::vector<std::shared_ptr<const GroupSnapshot>> groups(links_.size());
+  std::vector<GroupLoad> loads(links_.size());
+  for (std::size_t i = 0; i < links_.size(); ++i) {
+    groups[i] = links_[i]->Snapshot();
+    const GroupSnapshot& group = *groups[i];
+    loads[i] = LoadOf(i, group, *request.prompt);
+    loads[i].ready = group.ready && group.Prefills() && links_[i].get() != &decode.link() &&
+                     group.kv.has_value() && group.kv->format() == decode.snapshot().kv->format();
+  }
+  MutexLock lock(mutex_);
+  const auto chosen = prefill_policy_.Pick(loads, prompt_tokens);
+  if (!chosen) return std::nullopt;
+  return GroupLease(links_[*chosen], std::move(groups[*chosen]),
+                    prompt_tokens - loads[*chosen].cached_tokens);
+}
+
 absl::StatusOr<GroupLease> Cluster::TryPlace(const PlaceRequest& request) {
   if (stopping_) return WithReason(absl::UnavailableError("the router stops"), kReasonDraining);
   const std::int64_t prompt_tokens = request.prompt->num_tokens() + request.more_tokens;
@@ -150,15 +183,9 @@ absl::StatusOr<GroupLease> Cluster::TryPlace(const PlaceRequest& request) {
   for (std::size_t i = 0; i < links_.size(); ++i) {
     groups[i] = links_[i]->Snapshot();  // snapshot_ may be a moment behind
     const GroupSnapshot& group = *groups[i];
-    loads[i] = {
-        .ready = group.ready,
-        .max_prompt_tokens = group.info.max_model_len() - 1,
-        .requests = group.other_requests + links_[i]->in_flight(),
-        .free_blocks = group.info.num_free_blocks(),
-        .cached_tokens = group.info.block_size() * static_cast<std::int64_t>(links_[i]->CountCached(
-                                                       request.prompt->Find(group.block_hash_key))),
-        .prefill_tokens = links_[i]->prefill_tokens()};
-    if (group.ready) {
+    loads[i] = LoadOf(i, group, *request.prompt);
+    loads[i].ready = group.ready && group.Decodes();
+    if (loads[i].ready) {
       longest_model_len =
           std::max<std::int64_t>(longest_model_len.value_or(0), group.info.max_model_len());
     }

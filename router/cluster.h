@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -86,6 +87,10 @@ class Cluster {
   // RESOURCE_EXHAUSTED  max_waiting requests wait already; not for one that is `admitted`.
   void Place(WaitId id, PlaceRequest request, PlaceHandler done);
 
+  // A group that may compute a prompt for the one of `decode`, if there is one: ready, of the same
+  // KV, and another.
+  std::optional<GroupLease> PlacePrefill(const GroupLease& decode, const PlaceRequest& request);
+
   // Forgets a request that waits. False when it does not yet wait, and when its handler has run or
   // is about to.
   bool CancelPlace(WaitId id);
@@ -105,6 +110,7 @@ class Cluster {
   void OnChange(std::size_t index);
   void RunTicker();
   void FailOverdue(Clock::time_point now);
+  GroupLoad LoadOf(std::size_t index, const GroupSnapshot& group, const PromptBlocks& prompt) const;
   // A lease, an error, or UNAVAILABLE while no group is ready.
   absl::StatusOr<GroupLease> TryPlace(const PlaceRequest& request)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -118,6 +124,7 @@ class Cluster {
   std::deque<Waiter> waiting_ ABSL_GUARDED_BY(mutex_);  // oldest first: deadlines grow
   std::shared_ptr<const ClusterSnapshot> snapshot_ ABSL_GUARDED_BY(mutex_);
   Policy policy_ ABSL_GUARDED_BY(mutex_);
+  Policy prefill_policy_ ABSL_GUARDED_BY(mutex_);  // has a turn of its own
   Placed placed_ ABSL_GUARDED_BY(mutex_);
 
   std::atomic<std::uint64_t> next_wait_{0};

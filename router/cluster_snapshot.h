@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "weft/v1/inference.pb.h"
+#include "weft/v1/worker.pb.h"
 
 namespace weft {
 
@@ -19,8 +21,13 @@ struct GroupSnapshot {
   v1::GroupInfo info;           // what the leader last said; empty when it never did
   std::int32_t vocab_size = 0;  // 0 when the leader never said
   std::vector<std::int32_t> eos_token_ids;
-  std::string block_hash_key;       // of server/block_hash.h; empty without prefix caching
-  std::int64_t other_requests = 0;  // there, when it was last heard of, from other routers
+  std::string block_hash_key;        // of server/block_hash.h; empty without prefix caching
+  std::optional<v1::KvEndpoint> kv;  // where it takes KV, if it hands prompts over
+  std::int64_t other_requests = 0;   // there, when it was last heard of, from other routers
+
+  // Whether it takes whole requests, and whether it computes prompts for other groups.
+  bool Decodes() const { return info.kv_role() != "kv_producer"; }
+  bool Prefills() const { return info.kv_role() == "kv_producer" || info.kv_role() == "kv_both"; }
 };
 
 // All groups at one moment, in the order of --groups.

@@ -147,6 +147,7 @@ void GenerateCall::MakeSamples() {
       .max_replays = context_.max_replays,
       .prompt = std::make_shared<PromptBlocks>(prompt_, request_.cache_salt()),
       .resumed_tokens = request_.resume().ids_size(),
+      .pd_min_prefill_tokens = context_.pd_min_prefill_tokens,
       .deadline = deadline_};
   for (std::int32_t i = 0; i < std::max(1, sampling.n()); ++i) {
     samples_.push_back(std::make_unique<SampleCall>(

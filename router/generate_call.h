@@ -25,6 +25,7 @@ struct GenerateContext {
   RequestLimits limits;
   std::uint32_t max_attempts = 3;  // how often a request is placed before a group takes it
   std::uint32_t max_replays = 3;   // how many groups a request may lose
+  std::int64_t pd_min_prefill_tokens = 128;  // fewer are computed where they are continued
   std::int64_t max_stream_buffer_bytes = std::int64_t{1} << 20;
   const Tokenizer* tokenizer = nullptr;  // null with --skip-tokenizer-init: no text, in or out
   const ChatTemplate* chat_template = nullptr;  // null when the model has none

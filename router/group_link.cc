@@ -141,6 +141,7 @@ void GroupLink::OnState(v1::GroupState state) {
     next.state = next.info.state();
     next.vocab_size = state.vocab_size();
     next.block_hash_key = std::move(*state.mutable_block_hash_key());
+    if (state.has_kv()) next.kv = std::move(*state.mutable_kv());
     next.eos_token_ids.assign(state.eos_token_ids().begin(), state.eos_token_ids().end());
     next.other_requests =
         std::max<std::int64_t>(0, std::int64_t{next.info.num_requests_running()} +

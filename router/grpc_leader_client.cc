@@ -11,6 +11,9 @@
 namespace weft {
 namespace {
 
+// One that takes longer is lost, as its stream will be.
+constexpr std::chrono::seconds kContinueTimeout{10};
+
 // Both streams: what is read goes to OnMessage(), and the reactor holds itself until gRPC is done
 // with it.
 template <typename Response>
@@ -91,6 +94,13 @@ class GenerateStream final : public GrpcStream<v1::WorkerGenerateResponse> {
   LeaderClient::GenerateHandler& handler_;
 };
 
+// A call that lives until its end.
+struct ContinueCall {
+  grpc::ClientContext context;
+  v1::ContinueKvRequest request;
+  v1::ContinueKvResponse response;
+};
+
 class GrpcLeaderClient final : public LeaderClient {
  public:
   GrpcLeaderClient(const std::string& address, const GrpcTransportOptions& transport)
@@ -103,6 +113,13 @@ class GrpcLeaderClient final : public LeaderClient {
                                    std::chrono::system_clock::time_point deadline,
                                    GenerateHandler& handler) override {
     return std::make_shared<GenerateStream>(*stub_, request, deadline, handler);
+  }
+  void ContinueKv(v1::ContinueKvRequest request) override {
+    const auto call = std::make_shared<ContinueCall>();
+    call->request = std::move(request);
+    call->context.set_deadline(std::chrono::system_clock::now() + kContinueTimeout);
+    stub_->async()->ContinueKv(&call->context, &call->request, &call->response,
+                               [call](const grpc::Status&) {});
   }
 
  private:

@@ -47,6 +47,8 @@ class LeaderClient {
   virtual std::shared_ptr<Stream> Generate(const v1::WorkerGenerateRequest& request,
                                            std::chrono::system_clock::time_point deadline,
                                            GenerateHandler& handler) = 0;
+  // Nobody waits for it: what comes of it shows in the request's stream.
+  virtual void ContinueKv(v1::ContinueKvRequest request) = 0;
 };
 
 }  // namespace weft

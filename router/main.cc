@@ -176,6 +176,7 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   GenerateContext context = {.limits = LimitsOf(flags),
                              .max_attempts = static_cast<std::uint32_t>(flags.max_attempts),
                              .max_replays = static_cast<std::uint32_t>(flags.max_replays),
+                             .pd_min_prefill_tokens = flags.pd_min_prefill_tokens,
                              .max_stream_buffer_bytes = flags.max_stream_buffer_bytes,
                              .tokenizer = tokenizer.get(),
                              .chat_template = chat_template.get()};

@@ -54,6 +54,10 @@ void RouterMetrics::OnEnd(const absl::Status& status, v1::FinishReason finish_re
   registry_.Get(metrics::kRouterRequests, {{"outcome", outcome}, {"reason", reason}}).Increment();
 }
 
+void RouterMetrics::OnHandoff(const char* outcome) {
+  registry_.Get(metrics::kRouterHandoffs, {{"outcome", outcome}}).Increment();
+}
+
 std::unique_ptr<MetricRegistry::Reader> RouterMetrics::Read(const Cluster& cluster,
                                                             const TextPool& text_pool) {
   return registry_.AddReader([this, &cluster, &text_pool](MetricReadings& readings) {

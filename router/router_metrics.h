@@ -32,6 +32,9 @@ class RouterMetrics {
   std::int64_t requests_in_flight() const { return in_flight_.load(std::memory_order_relaxed); }
   const RecentErrors& recent_errors() const { return recent_errors_; }
 
+  // A prompt was handed over to another group, or not: done, failed, short.
+  void OnHandoff(const char* outcome);
+
   // For StreamWriterOptions.
   std::atomic<std::int64_t>* stream_buffer_bytes() { return &stream_buffer_bytes_; }
 

@@ -50,20 +50,21 @@ void SampleCall::Place() {
     End(Cancelled());
     return;
   }
-  cluster.Place(
-      wait,
-      {.prompt = options_.prompt,
-       .more_tokens = options_.resumed_tokens + static_cast<std::int64_t>(produced_.size()),
-       .admitted = replays_ > 0},
-      [self = self_.lock()](absl::StatusOr<GroupLease> lease) {
-        self->OnPlaced(std::move(lease));
-      });
+  cluster.Place(wait, ToPlace(), [self = self_.lock()](absl::StatusOr<GroupLease> lease) {
+    self->OnPlaced(std::move(lease));
+  });
   // A Cancel() that came before the request was in the queue did not find it there.
   {
     MutexLock lock(mutex_);
     cancelled = cancelled_;
   }
   if (cancelled && cluster.CancelPlace(wait)) End(Cancelled());
+}
+
+PlaceRequest SampleCall::ToPlace() const {
+  return {.prompt = options_.prompt,
+          .more_tokens = options_.resumed_tokens + static_cast<std::int64_t>(produced_.size()),
+          .admitted = replays_ > 0};
 }
 
 void SampleCall::OnPlaced(absl::StatusOr<GroupLease> lease) {
@@ -78,6 +79,12 @@ void SampleCall::OnPlaced(absl::StatusOr<GroupLease> lease) {
     return;
   }
   request->set_attempt(NextAttempt());
+  const std::shared_ptr<PrefillLeg> leg = MakePrefillLeg(*lease, *request);
+  {
+    MutexLock lock(output_mutex_);
+    leg_ = leg;
+    num_resumed_ = request->resume_token_ids_size() - static_cast<std::int32_t>(produced_.size());
+  }
   auto call = std::make_shared<WorkerCall>(*std::move(lease), *std::move(request), self_.lock());
   bool cancelled = false;
   {
@@ -85,20 +92,52 @@ void SampleCall::OnPlaced(absl::StatusOr<GroupLease> lease) {
     cancelled = cancelled_;
     if (!cancelled) worker_call_ = call;
   }
-  if (cancelled) {
-    End(Cancelled());
-  } else {
+  if (!cancelled) {
     call->Start(options_.deadline);
+    return;
   }
+  {
+    MutexLock lock(output_mutex_);
+    leg_ = nullptr;
+  }
+  End(Cancelled());
+}
+
+std::shared_ptr<PrefillLeg> SampleCall::MakePrefillLeg(const GroupLease& decode,
+                                                       v1::WorkerGenerateRequest& request) {
+  const std::int64_t num_tokens =
+      std::int64_t{request.prompt_token_ids_size()} + request.resume_token_ids_size();
+  // Its logprobs come from whoever computes the prompt: that stays one group.
+  if (num_tokens < options_.pd_min_prefill_tokens || request.sampling().has_prompt_logprobs()) {
+    return nullptr;
+  }
+  std::optional<GroupLease> prefill = options_.cluster->PlacePrefill(decode, ToPlace());
+  if (!prefill.has_value()) return nullptr;
+  const v1::KvEndpoint& target = *decode.snapshot().kv;
+  request.set_kv_receive(target.format());
+  return std::make_shared<PrefillLeg>(
+      std::shared_ptr<PrefillLeg::Owner>(self_.lock(), this),
+      PrefillLeg::Options{.decode = &decode.link(),
+                          .target = target,
+                          .prefill = *std::move(prefill),
+                          .request = request,
+                          .min_tokens = options_.pd_min_prefill_tokens,
+                          .deadline = options_.deadline,
+                          .metrics = options_.metrics});
 }
 
 void SampleCall::OnWorkerMessage(v1::WorkerGenerateResponse& response) {
   const bool last = response.finish_reason() != v1::FINISH_REASON_UNSPECIFIED;
-  v1::GenerateResponse message;
-  if (!output_.Read(response, message)) return;
-  produced_.insert(produced_.end(), message.token_ids().begin(), message.token_ids().end());
-  owner_.OnSampleMessage(std::move(message));
-  if (!output_.finished() || last) return;
+  std::shared_ptr<PrefillLeg> leg;
+  bool finished = false;
+  {
+    MutexLock lock(output_mutex_);
+    leg = leg_;
+    finished = Pass(response);
+  }
+  if (leg != nullptr && response.has_kv_reserved()) leg->OnReserved(response.kv_reserved());
+  if (leg != nullptr && !response.kv_failure().empty()) leg->Cancel();
+  if (!finished || last) return;
   // A stop string: the leader does not know yet.
   std::shared_ptr<WorkerCall> call;
   {
@@ -108,7 +147,44 @@ void SampleCall::OnWorkerMessage(v1::WorkerGenerateResponse& response) {
   if (call != nullptr) call->Cancel();
 }
 
+bool SampleCall::OnPrefillMessage(const PrefillLeg& leg, v1::WorkerGenerateResponse& response) {
+  {
+    MutexLock lock(output_mutex_);
+    if (&leg != leg_.get()) return false;  // of a placement that is over
+    if (!Pass(response)) return true;
+  }
+  std::shared_ptr<WorkerCall> call;
+  {
+    MutexLock lock(mutex_);
+    call = worker_call_;
+  }
+  if (call != nullptr) call->Cancel();
+  return false;
+}
+
+bool SampleCall::Pass(v1::WorkerGenerateResponse& response) {
+  if (leg_ != nullptr && response.token_ids_size() > 0) {
+    const std::int32_t known = num_resumed_ + static_cast<std::int32_t>(produced_.size());
+    const int said =
+        std::clamp(known - response.first_output_index(), 0, response.token_ids_size());
+    response.mutable_token_ids()->ExtractSubrange(0, said, nullptr);
+    if (response.logprobs_size() > 0) response.mutable_logprobs()->DeleteSubrange(0, said);
+  }
+  v1::GenerateResponse message;
+  if (output_.Read(response, message)) {
+    produced_.insert(produced_.end(), message.token_ids().begin(), message.token_ids().end());
+    owner_.OnSampleMessage(std::move(message));
+  }
+  return output_.finished();
+}
+
 void SampleCall::OnWorkerEnd(absl::Status status) {
+  std::shared_ptr<PrefillLeg> leg;
+  {
+    MutexLock lock(output_mutex_);
+    leg.swap(leg_);
+  }
+  if (leg != nullptr) leg->Cancel();
   bool cancelled = false;
   {
     MutexLock lock(mutex_);

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "router/cluster.h"
+#include "router/prefill_leg.h"
 #include "router/router_metrics.h"
 #include "router/sample_output.h"
 #include "router/worker_call.h"
@@ -22,7 +23,10 @@ namespace weft {
 // has taken it, and replay it when its group was lost: go on from the prompt and the tokens so far,
 // of which the client notices a pause. Owned by its request; whoever has to call it next (cluster,
 // WorkerCall) holds that.
-class SampleCall final : public WorkerCall::Handler {
+//
+// Where there is a group that computes prompts for the chosen one, the prompt goes there first: see
+// PrefillLeg. Whichever of the two says a token first is believed, and the other's is dropped.
+class SampleCall final : public WorkerCall::Handler, private PrefillLeg::Owner {
  public:
   class Owner {
    public:
@@ -43,7 +47,8 @@ class SampleCall final : public WorkerCall::Handler {
     std::uint32_t max_attempts = 1;    // how often it is placed before a group takes it
     std::uint32_t max_replays = 0;     // how many groups it may lose
     std::shared_ptr<PromptBlocks> prompt;
-    std::int64_t resumed_tokens = 0;  // behind the prompt: the client has them already
+    std::int64_t resumed_tokens = 0;         // behind the prompt: the client has them already
+    std::int64_t pd_min_prefill_tokens = 0;  // fewer are computed where they are continued
     std::chrono::system_clock::time_point deadline;
   };
 
@@ -60,9 +65,16 @@ class SampleCall final : public WorkerCall::Handler {
  private:
   void OnWorkerMessage(v1::WorkerGenerateResponse& response) override;
   void OnWorkerEnd(absl::Status status) override;
+  bool OnPrefillMessage(const PrefillLeg& leg, v1::WorkerGenerateResponse& response) override;
 
   void Place();
+  PlaceRequest ToPlace() const;
   void OnPlaced(absl::StatusOr<GroupLease> lease);
+  // Null when the chosen group computes the prompt itself.
+  std::shared_ptr<PrefillLeg> MakePrefillLeg(const GroupLease& decode,
+                                             v1::WorkerGenerateRequest& request);
+  // Hands it to the owner. True when the sample is finished.
+  bool Pass(v1::WorkerGenerateResponse& response) ABSL_EXCLUSIVE_LOCKS_REQUIRED(output_mutex_);
   // Whether it goes on elsewhere after its stream ended like that.
   bool GoesOnAfter(const absl::Status& status);
   void End(absl::Status status) { owner_.OnSampleEnd(index_, std::move(status)); }
@@ -72,7 +84,12 @@ class SampleCall final : public WorkerCall::Handler {
   const Options options_;
   std::weak_ptr<SampleCall> self_;
 
-  // Each stage is over before the next one starts, so that these need no lock.
+  Mutex output_mutex_;  // the two groups may speak at a time
+  std::shared_ptr<PrefillLeg> leg_ ABSL_GUARDED_BY(output_mutex_);  // of this placement
+  std::int32_t num_resumed_ ABSL_GUARDED_BY(output_mutex_) = 0;     // with it: before produced_
+
+  // These two under output_mutex_ while there is a leg. Each stage is over before the next one
+  // starts, so that else they, and those below, need no lock.
   SampleOutput output_;
   std::vector<std::int32_t> produced_;  // what the client has from this call
   std::uint32_t refusals_ = 0;          // of this placement

@@ -143,6 +143,7 @@ void GroupFlags::AddTo(OptionParser& parser) {
              "never");
   parser.Add("--force-preemption-every", &force_preemption_every,
              "For tests: preempt a sequence every so many steps; 0: never", Range(0, kMaxInt32));
+  kv_transfer.AddTo(parser);
 }
 
 std::vector<Feature> GroupFlags::Features() const {
@@ -174,6 +175,10 @@ absl::Status GroupFlags::Check() const {
   if (stall_timeout <= absl::ZeroDuration()) {
     return absl::InvalidArgumentError("--stall-timeout is 0; it has to be longer");
   }
+  if (kv_transfer.kv_transfer_lease <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError("--kv-transfer-lease is 0; it has to be longer");
+  }
+  RETURN_IF_ERROR(ParseKvTransferConfig(kv_transfer.kv_transfer_config).status());
   return ParseModelLen(max_model_len).status();
 }
 

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/capabilities.h"
+#include "server/kv_transfer_flags.h"
 #include "server/options.h"
 
 namespace weft {
@@ -62,6 +63,8 @@ struct GroupFlags : CommonFlags {
   absl::Duration stall_timeout = absl::Seconds(3);
   absl::Duration log_stats_interval = absl::Seconds(10);  // 0: never
   std::int32_t force_preemption_every = 0;                // for tests; 0: never
+
+  KvTransferFlags kv_transfer;
 
   // Adds every flag, CommonFlags' too; `this` must outlive `parser`.
   void AddTo(OptionParser& parser);

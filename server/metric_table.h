@@ -118,6 +118,33 @@ inline constexpr CounterSpec kRankFabricReceivedBytes = {
 inline constexpr GaugeSpec kRankMemory = {"weft_rank_memory_bytes",
                                           "Memory of a rank by kind: weights, kv, workspace"};
 
+// --- Every rank with --kv-transfer-config.
+
+inline constexpr CounterSpec kKvTransferBytes = {
+    "weft_kv_transfer_bytes_total",
+    "KV exchanged with other groups, by rank and direction: sent, received"};
+inline constexpr CounterSpec kKvTransferOverlappedBytes = {
+    "weft_kv_transfer_overlapped_bytes_total",
+    "KV sent while the prompt it is of was still being computed, by rank"};
+inline constexpr CounterSpec kKvTransferFailed = {
+    "weft_kv_transfer_failed_total",
+    "Transfers that failed, by rank and reason: peer (it was lost or refused), rejected (the other "
+    "side gave up), rows (what came was wrong)"};
+inline constexpr CounterSpec kKvTransferDroppedMessages = {
+    "weft_kv_transfer_dropped_messages_total",
+    "Messages of transfers that were over when they came, by rank"};
+inline constexpr GaugeSpec kKvTransferInflight = {
+    "weft_kv_transfer_inflight", "Transfers that are open, by rank and direction: sent, received"};
+
+// --- Leaders with it.
+
+inline constexpr HistogramSpec kKvTransferSeconds = {
+    "weft_kv_transfer_seconds",
+    "From the reservation of a transfer, or its first chunk, to its end; of those that were done",
+    kRequestTimeBuckets};
+inline constexpr CounterSpec kKvTransferExpired = {"weft_kv_transfer_expired_total",
+                                                   "Transfers that ended for want of progress"};
+
 // --- The router.
 
 inline constexpr CounterSpec kRouterRequests = {
@@ -137,6 +164,10 @@ inline constexpr CounterSpec kRouterRetries = {
     "weft_router_retries_total", "Requests placed again after a group could not take them"};
 inline constexpr CounterSpec kRouterReplays = {
     "weft_router_replays_total", "Samples that went on elsewhere after their group was lost"};
+inline constexpr CounterSpec kRouterHandoffs = {
+    "weft_router_handoffs_total",
+    "Prompts that one group was to compute for another, by outcome: done; failed, short: computed "
+    "by the other one after all"};
 inline constexpr CounterSpec kRouterPlacements = {"weft_router_placements_total",
                                                   "Requests given to a group, by group"};
 inline constexpr CounterSpec kRouterPromptTokens = {"weft_router_prompt_tokens_total",

@@ -39,6 +39,7 @@ constexpr std::string_view kNames[] = {
     "--routing-request-tokens",
     "--max-attempts",
     "--max-replays",
+    "--pd-min-prefill-tokens",
     "--max-stream-buffer-bytes",
     "--queue-timeout",
     "--drain-timeout",
@@ -106,6 +107,9 @@ void RouterFlags::AddRequestLimitsTo(OptionParser& parser) {
   parser.Add("--max-replays", &max_replays,
              "Groups that a request may lose, each time going on elsewhere, before it fails",
              Range(0, 1000));
+  parser.Add("--pd-min-prefill-tokens", &pd_min_prefill_tokens,
+             "Prompts with fewer tokens that are not cached are computed by the decode group itself",
+             count);
   parser.AddBytes("--max-stream-buffer-bytes", &max_stream_buffer_bytes,
                   "What a slow reader may leave in the router before it loses its stream");
   parser.Add("--queue-timeout", &queue_timeout, "How long a request waits for a group to be ready");

@@ -40,6 +40,7 @@ struct RouterFlags {
   std::int64_t routing_request_tokens = 128;
   std::int32_t max_attempts = 3;
   std::int32_t max_replays = 3;
+  std::int32_t pd_min_prefill_tokens = 128;
   std::int64_t max_stream_buffer_bytes = std::int64_t{1} << 20;
   absl::Duration queue_timeout = absl::Seconds(30);
   absl::Duration drain_timeout = absl::Seconds(30);

@@ -6,6 +6,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "fmt/format.h"
+#include "server/error_reason.h"
 #include "worker/generate_request.h"
 
 namespace weft {
@@ -57,6 +58,14 @@ class GenerateCalls::Call final : public TokenSink {
     Cancel();
   }
 
+  void ContinueKv(const v1::ContinueKvRequest& request) {
+    const std::uint64_t id = id_;
+    if (id == 0) return;  // nobody knows yet that it waits
+    std::optional<std::int32_t> first_token;
+    if (request.has_first_token()) first_token = request.first_token();
+    leader_.ContinueKv(RequestId{id}, first_token, request.failure());
+  }
+
   void OnRefused(const absl::Status& status) override {
     table_->Leave(*this);
     writer_->Finish(status);
@@ -73,9 +82,14 @@ class GenerateCalls::Call final : public TokenSink {
         writer_->Finish(absl::DeadlineExceededError("the request's deadline has passed"));
         return;
       case FinishReason::kError:
-        writer_->Finish(event.error);
+        writer_->Finish(absl::IsUnavailable(event.error)
+                            ? WithReason(event.error, kReasonKvTransferFailed)
+                            : event.error);
         return;
+      case FinishReason::kHandedOff:
+        break;
       default:
+        if (event.kv_took.has_value()) return;  // the leader's alone
         if (!writer_->Write(ToResponse(event))) Cancel();
     }
     if (event.finish != FinishReason::kNone) writer_->Finish(absl::OkStatus());
@@ -147,6 +161,21 @@ grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* GenerateCalls::Start(
   }
   call->Submit(std::move(request), call);
   return stream;
+}
+
+absl::Status GenerateCalls::ContinueKv(const v1::ContinueKvRequest& request) {
+  std::shared_ptr<Call> call;
+  {
+    MutexLock lock(table_->mutex);
+    const auto at = table_->by_id.find(request.request_id());
+    if (at != table_->by_id.end()) call = at->second.call.lock();
+  }
+  if (call == nullptr || call->attempt != request.attempt()) {
+    return absl::NotFoundError(fmt::format("attempt {} of request {} does not run here",
+                                           request.attempt(), request.request_id()));
+  }
+  call->ContinueKv(request);
+  return absl::OkStatus();
 }
 
 grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* GenerateCalls::Refuse(

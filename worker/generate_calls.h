@@ -30,6 +30,8 @@ class GenerateCalls {
   // an empty request_id is nobody's. Everything else that is wrong is Leader::Submit()'s.
   grpc::ServerWriteReactor<Response>* Start(Leader& leader, const std::string& request_id,
                                             std::uint64_t attempt, EngineRequest request);
+  // Lets the running attempt of that request go on; NOT_FOUND when there is none.
+  absl::Status ContinueKv(const v1::ContinueKvRequest& request);
   // A stream that says no more than `status`.
   static grpc::ServerWriteReactor<Response>* Refuse(const absl::Status& status);
 

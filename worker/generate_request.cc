@@ -2,12 +2,14 @@
 
 #include <cstddef>
 #include <memory>
+#include <random>
 #include <string_view>
 #include <utility>
 
 #include "fmt/format.h"
 #include "server/base/check.h"
 #include "server/base/status_macros.h"
+#include "server/error_reason.h"
 
 namespace weft {
 namespace {
@@ -80,6 +82,11 @@ absl::StatusOr<LogitsParams> ToLogitsParams(const v1::SamplingParams& in, const 
   return out;
 }
 
+std::uint64_t DrawTransferId() {
+  thread_local std::random_device device;
+  return std::uniform_int_distribution<std::uint64_t>()(device);
+}
+
 v1::TokenLogprob ToProto(const TokenLogprob& in) {
   v1::TokenLogprob out;
   out.set_token_id(in.token_id);
@@ -129,8 +136,51 @@ absl::StatusOr<EngineRequest> ToEngineRequest(const v1::WorkerGenerateRequest& r
   return out;
 }
 
+absl::Status SetHandoff(const v1::WorkerGenerateRequest& request, const std::string& own_format,
+                        EngineRequest& out) {
+  if (!request.has_kv_receive() && !request.has_kv_send()) return absl::OkStatus();
+  const std::string& format =
+      request.has_kv_send() ? request.kv_send().endpoint().format() : request.kv_receive();
+  if (format != own_format) {
+    return WithReason(
+        absl::FailedPreconditionError(fmt::format(
+            "the other group's KV is \"{}\"; that of this group is \"{}\"", format, own_format)),
+        kReasonKvTransferFailed);
+  }
+  if (out.logits != nullptr && out.logits->prompt_logprobs.has_value()) {
+    return absl::InvalidArgumentError("prompt_logprobs and a hand-off exclude each other");
+  }
+  if (!request.has_kv_send()) {
+    do {
+      out.kv_transfer = DrawTransferId();
+    } while (out.kv_transfer == 0);
+    return absl::OkStatus();
+  }
+  const v1::KvTarget& target = request.kv_send();
+  const auto num_tokens = static_cast<std::int64_t>(out.prompt_token_ids.size()) +
+                          static_cast<std::int64_t>(out.resume_token_ids.size());
+  if (target.transfer_id() == 0 || target.first_position() < 0 ||
+      target.first_position() >= num_tokens || target.ByteSizeLong() > kMaxKvTargetBytes) {
+    return absl::InvalidArgumentError(fmt::format(
+        "kv_send: transfer {} from position {}, {} bytes; allowed are ids other than 0, positions "
+        "below {}, {} bytes",
+        target.transfer_id(), target.first_position(), target.ByteSizeLong(), num_tokens,
+        kMaxKvTargetBytes));
+  }
+  out.kv_transfer = target.transfer_id();
+  out.kv_first_position = target.first_position();
+  out.kv_target = std::make_shared<const std::string>(target.SerializeAsString());
+  return absl::OkStatus();
+}
+
 v1::WorkerGenerateResponse ToResponse(const TokenEvent& event) {
   v1::WorkerGenerateResponse response;
+  response.set_first_output_index(event.output_index);
+  response.set_kv_failure(event.kv_failure);
+  if (event.kv_reserved.has_value()) {
+    response.mutable_kv_reserved()->set_transfer_id(event.kv_reserved->transfer);
+    response.mutable_kv_reserved()->set_first_position(event.kv_reserved->first_position);
+  }
   if (event.token_id.has_value()) response.add_token_ids(*event.token_id);
   response.set_cached_tokens(event.num_cached_tokens);
   if (event.logprobs.has_value()) FillProto(*event.logprobs, *response.add_logprobs());
@@ -139,6 +189,7 @@ v1::WorkerGenerateResponse ToResponse(const TokenEvent& event) {
   }
   switch (event.finish) {
     case FinishReason::kNone:
+    case FinishReason::kHandedOff:
       break;
     case FinishReason::kEos:
       response.set_ended_by_eos(true);
@@ -168,7 +219,10 @@ std::int64_t ResponseBytes(const v1::WorkerGenerateResponse& response) {
 
 bool MergeResponses(v1::WorkerGenerateResponse& into, v1::WorkerGenerateResponse& next) {
   if (into.logprobs_size() + into.prompt_logprobs_size() >= kMaxMergedPositions) return false;
+  const bool has_tokens = into.token_ids_size() > 0;
+  const std::int32_t first = into.first_output_index();
   into.MergeFrom(next);
+  if (has_tokens) into.set_first_output_index(first);
   return true;
 }
 

@@ -23,6 +23,12 @@ absl::StatusOr<EngineRequest> ToEngineRequest(const v1::WorkerGenerateRequest& r
                                               const ModelTokens& model, const WorkerLimits& limits,
                                               absl::Time deadline);
 
+// The part of `request` that concerns a hand-off between groups, which is of KV in `own_format`
+// (empty: this group takes part in none). FAILED_PRECONDITION (KV_TRANSFER_FAILED) when the other
+// group's format is another; INVALID_ARGUMENT for prompt_logprobs, and a target that is none.
+absl::Status SetHandoff(const v1::WorkerGenerateRequest& request, const std::string& own_format,
+                        EngineRequest& out);
+
 // `event` as a message; only for events that are not an error: kNone, kStopToken, kEos, kLength.
 v1::WorkerGenerateResponse ToResponse(const TokenEvent& event);
 

@@ -32,6 +32,7 @@ absl::StatusOr<GroupAgreement> JoinClient::Join(const RankOffer& offer, const v1
   request.set_fabric_address(offer.fabric_address);
   request.set_num_blocks(offer.num_blocks);
   request.set_agreed(offer.agreed);
+  request.set_kv_fabric_address(offer.kv_fabric_address);
   *request.mutable_info() = info;
   v1::JoinResponse response;
   if (!stream_->Write(request) || !stream_->Read(&response)) {
@@ -60,6 +61,18 @@ void JoinClient::WatchEnd(std::function<void()> on_end) {
 void JoinClient::Send(const v1::RankInfo& info) {
   v1::JoinRequest request;
   *request.mutable_info() = info;
+  MutexLock lock(write_mutex_);
+  stream_->Write(request);
+}
+
+void JoinClient::Send(const KvReport& report) {
+  v1::JoinRequest request;
+  v1::KvReport& out = *request.mutable_kv_report();
+  out.set_transfer_id(report.transfer);
+  out.set_kind(static_cast<v1::KvReport::Kind>(static_cast<int>(report.kind) + 1));
+  out.set_error(report.error);
+  out.set_bytes(report.bytes);
+  MutexLock lock(write_mutex_);
   stream_->Write(request);
 }
 

@@ -9,13 +9,16 @@
 #include "absl/time/time.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
+#include "server/base/mutex.h"
 #include "weft/v1/worker.grpc.pb.h"
+#include "worker/engine/kv_report.h"
 #include "worker/group/join.h"
 #include "worker/rank.h"
 
 namespace weft {
 
-// A follower's side of Worker.Join: a stream that stays open for life. One thread calls.
+// A follower's side of Worker.Join: a stream that stays open for life. One thread calls, but for
+// Send().
 class JoinClient {
  public:
   explicit JoinClient(const std::string& leader_address);
@@ -31,7 +34,9 @@ class JoinClient {
   // Runs `on_end` on a thread of its own once the stream ends, whoever ends it.
   void WatchEnd(std::function<void()> on_end);
 
+  // These two on any thread.
   void Send(const v1::RankInfo& info);
+  void Send(const KvReport& report);
 
  private:
   const std::string leader_address_;
@@ -39,6 +44,7 @@ class JoinClient {
   const std::unique_ptr<v1::Worker::Stub> stub_;
   grpc::ClientContext context_;
   std::unique_ptr<grpc::ClientReaderWriter<v1::JoinRequest, v1::JoinResponse>> stream_;
+  Mutex write_mutex_;  // one Write() at a time
   std::thread watch_;
 };
 

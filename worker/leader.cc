@@ -146,6 +146,7 @@ void Leader::DeliverEvents() {
     const bool ended = event.finish != FinishReason::kNone;
     if (metrics_ != nullptr) {  // before the sink: who has seen an end finds it counted
       RequestTimes& times = request->second.times;
+      if (event.kv_took.has_value()) metrics_->OnKvTransfer(*event.kv_took);
       if (event.token_id.has_value()) metrics_->OnToken(times, now);
       if (ended) metrics_->OnEnd(times, event.admitted, event.finish, now);
     }

@@ -13,6 +13,7 @@ prometheus::Counter& Ended(MetricRegistry& registry, const char* reason) {
 
 LeaderMetrics::LeaderMetrics(MetricRegistry& registry)
     : iteration_tokens_(registry.Get(metrics::kIterationTokens)),
+      kv_transfer_(registry.Get(metrics::kKvTransferSeconds)),
       time_to_first_token_(registry.Get(metrics::kTimeToFirstToken)),
       inter_token_latency_(registry.Get(metrics::kInterTokenLatency)),
       time_per_output_token_(registry.Get(metrics::kRequestTimePerOutputToken)),
@@ -29,6 +30,10 @@ LeaderMetrics::LeaderMetrics(MetricRegistry& registry)
       handed_off_(Ended(registry, "handoff")) {}
 
 void LeaderMetrics::OnStep(std::int32_t num_tokens) { iteration_tokens_.Observe(num_tokens); }
+
+void LeaderMetrics::OnKvTransfer(absl::Duration took) {
+  kv_transfer_.Observe(absl::ToDoubleSeconds(took));
+}
 
 void LeaderMetrics::OnToken(RequestTimes& request, absl::Time now) {
   if (request.num_generated == 0) {

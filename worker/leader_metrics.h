@@ -26,12 +26,14 @@ class LeaderMetrics {
   explicit LeaderMetrics(MetricRegistry& registry);
 
   void OnStep(std::int32_t num_tokens);
+  void OnKvTransfer(absl::Duration took);
   void OnToken(RequestTimes& request, absl::Time now);
   // Once for each request, however it ended. `admitted` is TokenEvent::admitted.
   void OnEnd(const RequestTimes& request, absl::Time admitted, FinishReason reason, absl::Time now);
 
  private:
   prometheus::Histogram& iteration_tokens_;
+  prometheus::Histogram& kv_transfer_;
   prometheus::Histogram& time_to_first_token_;
   prometheus::Histogram& inter_token_latency_;
   prometheus::Histogram& time_per_output_token_;

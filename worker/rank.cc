@@ -163,10 +163,7 @@ absl::Status Rank::MeetOthers(Communicator& meeting, kernels::Stream& stream) {
   return absl::OkStatus();
 }
 
-absl::Status Rank::SendPlan(const StepPlan& plan) {
-  if (world_->size() == 1) return absl::OkStatus();
-  // The previous step's collectives have ended on every rank, so its plan has long arrived; its
-  // completions may still wait to be seen.
+absl::Status Rank::FinishSends() {
   const auto deadline =
       std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(options_.stall_timeout);
   while (sends_in_flight_ > 0) {
@@ -177,7 +174,14 @@ absl::Status Rank::SendPlan(const StepPlan& plan) {
                                                 absl::FormatDuration(options_.stall_timeout)));
     }
   }
-  RETURN_IF_ERROR(send_status_);
+  return send_status_;
+}
+
+absl::Status Rank::SendPlan(const StepPlan& plan) {
+  if (world_->size() == 1) return absl::OkStatus();
+  // The previous step's collectives have ended on every rank, so its plan has long arrived; its
+  // completions may still wait to be seen.
+  RETURN_IF_ERROR(FinishSends());
   EncodeStep(previous_tokens_, plan, message_);
   const absl::Span<const std::byte> bytes(message_);
   for (std::int32_t r = 1; r < world_->size(); ++r) {
@@ -194,6 +198,8 @@ absl::Status Rank::SendPlan(const StepPlan& plan) {
 absl::StatusOr<StepOutput> Rank::RunStep(const StepPlan& plan) {
   progress_.BeginStep();
   RETURN_IF_ERROR(SendPlan(plan));
+  // Without rows there are no collectives, whose waiting would get it on its way.
+  if (plan.num_rows() == 0) RETURN_IF_ERROR(FinishSends());
   ASSIGN_OR_RETURN(const StepOutput output, runner_->Execute(plan, previous_tokens_));
   previous_tokens_.assign(output.token_ids.begin(), output.token_ids.end());
   EndStep();

@@ -25,7 +25,8 @@ namespace weft {
 
 // What the join has settled for all ranks of a group.
 struct GroupAgreement {
-  std::vector<std::string> fabric_addresses;  // [T]
+  std::vector<std::string> kv_fabric_addresses;  // [T], the leader's alone
+  std::vector<std::string> fabric_addresses;     // [T]
   std::int32_t num_blocks = 0;
   std::int64_t max_model_len = 0;
 };
@@ -122,8 +123,8 @@ class Rank {
   }
   // Any thread.
   RankCounters counters() const;
-  // Null without KvTransferSetup. For its counters.
-  const KvMover* kv_mover() const { return kv_mover_.get(); }
+  // Null without KvTransferSetup.
+  KvMover* kv_mover() const { return kv_mover_.get(); }
 
  private:
   Rank(const RankModel& model, const GroupAgreement& agreement, const RankOptions& options,
@@ -133,6 +134,8 @@ class Rank {
   absl::StatusOr<std::unique_ptr<Communicator>> Connect();
   absl::Status MeetOthers(Communicator& meeting, kernels::Stream& stream);
   absl::Status SendPlan(const StepPlan& plan);
+  // Waits until the plan sent last is out of our hands.
+  absl::Status FinishSends();
   // Decodes the message in `inbox_` and runs it.
   absl::Status RunMessage(absl::Span<const std::byte> message);
   void EndStep();

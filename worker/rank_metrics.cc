@@ -4,6 +4,27 @@
 #include <utility>
 
 namespace weft {
+namespace {
+
+void ReadKvMover(const KvMover& mover, const std::string& rank, MetricReadings& readings) {
+  const KvCounters counters = mover.counters();
+  const auto set = [&](const auto& spec, std::int64_t value, const char* label, const char* is) {
+    readings.Set(spec, static_cast<double>(value), {{"rank", rank}, {label, is}});
+  };
+  set(metrics::kKvTransferBytes, counters.sent_bytes, "direction", "sent");
+  set(metrics::kKvTransferBytes, counters.received_bytes, "direction", "received");
+  set(metrics::kKvTransferInflight, counters.sending, "direction", "sent");
+  set(metrics::kKvTransferInflight, counters.receiving, "direction", "received");
+  set(metrics::kKvTransferFailed, counters.failed_peer, "reason", "peer");
+  set(metrics::kKvTransferFailed, counters.failed_rejected, "reason", "rejected");
+  set(metrics::kKvTransferFailed, counters.failed_rows, "reason", "rows");
+  readings.Set(metrics::kKvTransferOverlappedBytes, static_cast<double>(counters.overlapped_bytes),
+               {{"rank", rank}});
+  readings.Set(metrics::kKvTransferDroppedMessages, static_cast<double>(counters.dropped_messages),
+               {{"rank", rank}});
+}
+
+}  // namespace
 
 std::unique_ptr<MetricRegistry::Reader> ReadRank(MetricRegistry& registry, const Rank& rank,
                                                  const Progress& progress, std::int32_t rank_index,
@@ -21,6 +42,7 @@ std::unique_ptr<MetricRegistry::Reader> ReadRank(MetricRegistry& registry, const
     set(metrics::kRankCollectiveReceivedBytes, counters.collective_received_bytes);
     set(metrics::kRankFabricSentBytes, counters.fabric.sent_bytes);
     set(metrics::kRankFabricReceivedBytes, counters.fabric.received_bytes);
+    if (rank.kv_mover() != nullptr) ReadKvMover(*rank.kv_mover(), index, readings);
     for (const auto& [kind, bytes] : {std::pair{"weights", weight_bytes},
                                       {"kv", rank.kv_bytes()},
                                       {"workspace", rank.workspace_bytes()}}) {
@@ -48,6 +70,7 @@ std::unique_ptr<MetricRegistry::Reader> ReadLeader(
         set(metrics::kPrefixCacheQueries, stats.prefix_cache_queries);
         set(metrics::kPrefixCacheHits, stats.prefix_cache_hits);
         set(metrics::kPrefixCacheEvictions, stats.prefix_cache_evictions);
+        set(metrics::kKvTransferExpired, stats.kv_expired);
         set(metrics::kPromptTokens, stats.prompt_tokens);
         set(metrics::kGenerationTokens, stats.generation_tokens);
         set(metrics::kStreamBufferBytes, stream_buffer_bytes());

@@ -86,6 +86,17 @@ RankModelOptions ModelOptionsOf(const RankProcessOptions& options) {
           .local_ranks = options.local_ranks};
 }
 
+KvMoverOptions KvMoverOptionsOf(const KvTransferConfig& config, const KvTransferFlags& flags) {
+  KvMoverOptions options = {.layerwise = config.layerwise,
+                            .staging_bytes = config.buffer_bytes,
+                            .window_bytes = flags.kv_transfer_window_bytes,
+                            .checksum = flags.kv_transfer_checksum,
+                            .bandwidth_limit = flags.kv_transfer_bandwidth_limit};
+  options.message_bytes =
+      std::min(options.message_bytes, std::max<std::int64_t>(1, config.buffer_bytes / 8));
+  return options;
+}
+
 // Waits for SIGTERM on a thread of its own. Until there is something to finish first, the process
 // just ends.
 class SignalWatch {
@@ -131,7 +142,8 @@ class RankProcess {
         registry_(options.group.ServedModelName()),
         stream_(options.group.threads_per_rank.value_or(
             std::max(1, AllowedCpus() / options.local_ranks))),
-        link_(link) {
+        link_(link),
+        kv_config_(*ParseKvTransferConfig(options.group.kv_transfer.kv_transfer_config)) {
     link_.SetHealthCheck([this] { return progress_.MovedOrIdle(stream_.pool().num_claims()); });
   }
   ~RankProcess() { link_.SetHealthCheck(nullptr); }
@@ -168,6 +180,10 @@ class RankProcess {
     } else {
       ASSIGN_OR_RETURN(fabric_, MakeUcxFabric());
     }
+    if (kv_config_.role != KvRole::kNone) {
+      ASSIGN_OR_RETURN(kv_fabric_, MakeUcxFabric(UcxReach::kBetweenGroups));
+      kv_fabric_address_ = kv_fabric_->LocalAddress();
+    }
     spdlog::info("loaded {:.1f} MB of weights as {} in {:.2f} s; {} threads on {}",
                  static_cast<double>(model_->weights.SizeBytes()) / 1e6, DTypeName(model_->dtype),
                  absl::ToDoubleSeconds(absl::Now() - start), stream_.pool().num_threads(),
@@ -175,14 +191,22 @@ class RankProcess {
     return absl::OkStatus();
   }
 
-  absl::Status Start(const GroupAgreement& agreement) {
+  // `on_kv_report` is called until StopKv().
+  absl::Status Start(const GroupAgreement& agreement, KvMover::OnReport on_kv_report) {
+    std::unique_ptr<KvTransferSetup> kv;
+    if (kv_fabric_ != nullptr) {
+      kv = std::make_unique<KvTransferSetup>(
+          KvTransferSetup{.fabric = std::move(kv_fabric_),
+                          .options = KvMoverOptionsOf(kv_config_, options_.group.kv_transfer),
+                          .on_report = std::move(on_kv_report)});
+    }
     ASSIGN_OR_RETURN(rank_,
                      Rank::Start(*model_, agreement,
                                  {.max_num_seqs = options_.group.max_num_seqs,
                                   .max_num_batched_tokens = options_.group.max_num_batched_tokens,
                                   .exchange = model_options_.exchange,
                                   .stall_timeout = options_.group.stall_timeout},
-                                 *fabric_, stream_, progress_));
+                                 *fabric_, stream_, progress_, std::move(kv)));
     spdlog::info("memory: {:.1f} MB weights, {:.1f} MB KV, {:.1f} MB workspace",
                  static_cast<double>(model_->weights.SizeBytes()) / 1e6,
                  static_cast<double>(rank_->kv_bytes()) / 1e6,
@@ -191,10 +215,15 @@ class RankProcess {
     return absl::OkStatus();
   }
 
+  void StopKv() {
+    if (rank_ != nullptr && rank_->kv_mover() != nullptr) rank_->kv_mover()->Stop();
+  }
+
   RankOffer Offer() const {
     return {.rank = options_.rank,
             .fabric_address = fabric_->LocalAddress(),
             .num_blocks = model_->num_blocks,
+            .kv_fabric_address = kv_fabric_address_,
             .agreed = model_->Agreement(model_options_)};
   }
 
@@ -224,8 +253,11 @@ class RankProcess {
   Progress progress_;
   kernels::CpuStream stream_;
   SupervisorLink& link_;
+  const KvTransferConfig kv_config_;
   std::optional<RankModel> model_;
   std::unique_ptr<Fabric> fabric_;
+  std::unique_ptr<Fabric> kv_fabric_;  // until Start()
+  std::string kv_fabric_address_;
   std::unique_ptr<Rank> rank_;
   // Look at all of the above.
   std::unique_ptr<MetricRegistry::Reader> reader_;
@@ -252,6 +284,19 @@ v1::GroupState DescribeGroup(const RankProcessOptions& options, const RankModel&
     group.set_prefix_caching(true);
     state.set_block_hash_key(BlockHashKey(model.fingerprint, model.layout.block_size()));
   }
+  if (const auto kv = ParseKvTransferConfig(options.group.kv_transfer.kv_transfer_config);
+      kv.ok() && kv->role != KvRole::kNone) {
+    group.set_kv_role(std::string(KvRoleName(kv->role)));
+    v1::KvEndpoint& endpoint = *state.mutable_kv();
+    endpoint.set_format(KvFormatOf(model));
+    endpoint.set_tensor_parallel_size(model.layout.tensor_parallel_size());
+    endpoint.set_decode_context_parallel_size(model.layout.decode_context_parallel_size());
+    endpoint.set_block_size(model.layout.block_size());
+    endpoint.set_cp_kv_cache_interleave_size(model.layout.interleave());
+    for (const std::string& address : agreement.kv_fabric_addresses) {
+      endpoint.add_fabric_addresses(address);
+    }
+  }
   state.set_vocab_size(model.config.vocab_size);
   const std::int32_t max_logprobs = options.request_limits.max_logprobs;
   state.set_max_logprobs(max_logprobs == -1 ? model.config.vocab_size : max_logprobs);
@@ -269,6 +314,11 @@ absl::StatusOr<GroupAgreement> SettleJoins(const RankProcessOptions& options, Jo
   v1::JoinResponse response;
   for (const RankOffer& offer : offers) {
     agreement.fabric_addresses.push_back(offer.fabric_address);
+    agreement.kv_fabric_addresses.push_back(offer.kv_fabric_address);
+    if (offer.kv_fabric_address.empty() != offers[0].kv_fabric_address.empty()) {
+      return absl::FailedPreconditionError(fmt::format(
+          "rank {} and rank 0: one has --kv-transfer-config, the other has not", offer.rank));
+    }
     agreement.num_blocks = std::min(agreement.num_blocks, offer.num_blocks);
     response.add_fabric_addresses(offer.fabric_address);
   }
@@ -293,6 +343,8 @@ absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(const GroupFlags& flags, cons
        .async_scheduling = flags.async_scheduling,
        .enable_prefix_caching = flags.enable_prefix_caching,
        .block_hash_key = BlockHashKey(model.fingerprint, model.layout.block_size()),
+       .num_ranks = flags.tensor_parallel_size,
+       .kv_lease = flags.kv_transfer.kv_transfer_lease,
        .force_preemption_every = flags.force_preemption_every});
 }
 
@@ -344,7 +396,9 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
     (*server)->Shutdown(kLastWordsTimeout);  // the followers hear why
     return Fail(options, agreement.status());
   }
-  if (absl::Status started = process.Start(*agreement); !started.ok()) return fail(started);
+  const absl::Status started =
+      process.Start(*agreement, [&service](const KvReport& report) { service.OnKvReport(report); });
+  if (!started.ok()) return fail(started);
   absl::StatusOr<std::unique_ptr<Engine>> engine =
       MakeEngine(options.group, process.model(), *agreement);
   if (!engine.ok()) return fail(engine.status());
@@ -395,6 +449,7 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   if (!ended.ok()) ExitGroupLost(0, std::string(ended.message()));
   drained.get_future().wait();
   stopping = true;
+  process.StopKv();
   // The endless streams, and what the drain timeout was too short for, end with it.
   (*server)->Shutdown(absl::Milliseconds(500));
   service.Stop();
@@ -423,7 +478,9 @@ int RunFollower(const RankProcessOptions& options, SignalWatch& signals, Supervi
     if (!terminating) ExitGroupLost(options.rank, "the leader's Join stream has ended");
     std::_Exit(0);
   });
-  if (absl::Status started = process.Start(*agreement); !started.ok()) {
+  const absl::Status started =
+      process.Start(*agreement, [&join](const KvReport& report) { join.Send(report); });
+  if (!started.ok()) {
     failed = true;
     return Fail(options, started);
   }

@@ -18,6 +18,25 @@ constexpr auto kHeartbeat = std::chrono::milliseconds(500);
 
 std::int64_t StateBytes(const v1::GroupState&) { return 1; }
 
+KvReport FromProto(const v1::KvReport& report) {
+  KvReport out = {
+      .transfer = report.transfer_id(), .error = report.error(), .bytes = report.bytes()};
+  switch (report.kind()) {
+    case v1::KvReport::KIND_OPENED:
+      out.kind = KvReport::Kind::kOpened;
+      break;
+    case v1::KvReport::KIND_PROGRESS:
+      out.kind = KvReport::Kind::kProgress;
+      break;
+    case v1::KvReport::KIND_DONE:
+      out.kind = KvReport::Kind::kDone;
+      break;
+    default:
+      out.kind = KvReport::Kind::kFailed;
+  }
+  return out;
+}
+
 // A watcher that lags only needs the newest state. It is given no block changes while some wait.
 bool ReplaceState(v1::GroupState& into, v1::GroupState& next) {
   if (into.has_block_changes()) next.mutable_block_changes()->Swap(into.mutable_block_changes());
@@ -76,6 +95,7 @@ class WorkerService::JoinStream final
         joined = service_.joins_.Join({.rank = request_.rank(),
                                        .fabric_address = request_.fabric_address(),
                                        .num_blocks = request_.num_blocks(),
+                                       .kv_fabric_address = request_.kv_fabric_address(),
                                        .agreed = request_.agreed()});
         if (joined.ok()) rank_ = request_.rank();
       }
@@ -86,6 +106,7 @@ class WorkerService::JoinStream final
         return;
       }
     }
+    if (request_.has_kv_report()) service_.OnKvReport(FromProto(request_.kv_report()));
     if (request_.has_info()) {
       MutexLock lock(service_.mutex_);
       service_.KeepInfo(rank_, request_.info());
@@ -182,6 +203,10 @@ void WorkerService::KeepInfo(std::int32_t rank, const v1::RankInfo& info) {
   ranks_heard_[at] = absl::Now();
 }
 
+void WorkerService::OnKvReport(const KvReport& report) {
+  if (Leader* const leader = leader_.load(); leader != nullptr) leader->OnKvReport(report);
+}
+
 absl::Status WorkerService::CheckFollowers(absl::Duration timeout) {
   MutexLock lock(mutex_);
   const absl::Time now = absl::Now();
@@ -274,16 +299,31 @@ grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* WorkerService::Generate(
   }
   std::vector<std::int32_t> eos_token_ids;
   ModelTokens model;
+  std::string kv_format;
   {
     MutexLock lock(mutex_);
     eos_token_ids.assign(state_.eos_token_ids().begin(), state_.eos_token_ids().end());
     model = {.vocab_size = state_.vocab_size(), .eos_token_ids = eos_token_ids};
+    kv_format = state_.kv().format();
   }
   absl::StatusOr<EngineRequest> engine_request =
       ToEngineRequest(*request, model, limits_, absl::FromChrono(context->deadline()));
+  if (engine_request.ok()) {
+    if (absl::Status kv = SetHandoff(*request, kv_format, *engine_request); !kv.ok()) {
+      engine_request = std::move(kv);
+    }
+  }
   if (!engine_request.ok()) return GenerateCalls::Refuse(engine_request.status());
   return calls_.Start(*leader, request->request_id(), request->attempt(),
                       *std::move(engine_request));
+}
+
+grpc::ServerUnaryReactor* WorkerService::ContinueKv(grpc::CallbackServerContext* context,
+                                                    const v1::ContinueKvRequest* request,
+                                                    v1::ContinueKvResponse*) {
+  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
+  reactor->Finish(ToGrpcStatus(calls_.ContinueKv(*request)));
+  return reactor;
 }
 
 grpc::ServerBidiReactor<v1::JoinRequest, v1::JoinResponse>* WorkerService::Join(

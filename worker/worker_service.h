@@ -44,6 +44,8 @@ class WorkerService final : public v1::Worker::CallbackService {
   void SetReady(Leader& leader, const v1::GroupState& info);
   // This rank's own entry of GroupInfo.ranks; followers' come with their Join streams.
   void SetRankInfo(const v1::RankInfo& info);
+  // What a rank of the group says of a KV transfer.
+  void OnKvReport(const KvReport& report);
   // For probes. UNAVAILABLE when a follower has said nothing for `timeout`; it speaks every 500 ms.
   absl::Status CheckFollowers(absl::Duration timeout);
   // UNAVAILABLE, saying why, while Generate refuses requests.
@@ -62,6 +64,9 @@ class WorkerService final : public v1::Worker::CallbackService {
       grpc::CallbackServerContext* context) override;
   grpc::ServerWriteReactor<v1::GroupState>* WatchState(
       grpc::CallbackServerContext* context, const v1::WatchStateRequest* request) override;
+  grpc::ServerUnaryReactor* ContinueKv(grpc::CallbackServerContext* context,
+                                       const v1::ContinueKvRequest* request,
+                                       v1::ContinueKvResponse* response) override;
 
  private:
   class JoinStream;

@@ -64,6 +64,7 @@ const std::vector<std::string> kEveryGroupFlag = {
     "--max-num-batched-tokens=17",
     "--max-num-waiting=5",
     "--async-scheduling=false",
+    "--enable-prefix-caching=false",
     "--kv-cache-dtype=bfloat16",
     "--kv-cache-memory-bytes=1048576",
     "--num-gpu-blocks-override=9",
@@ -71,6 +72,11 @@ const std::vector<std::string> kEveryGroupFlag = {
     "--stall-timeout=7s",
     "--log-stats-interval=5s",
     "--force-preemption-every=5",
+    "--kv-transfer-config={\"kv_role\":\"kv_both\"}",
+    "--kv-transfer-checksum=true",
+    "--kv-transfer-bandwidth-limit=1000",
+    "--kv-transfer-window-bytes=2000",
+    "--kv-transfer-lease=3s",
 };
 
 const std::vector<std::string> kEveryRouterFlag = {
@@ -86,6 +92,7 @@ const std::vector<std::string> kEveryRouterFlag = {
     "--routing-request-tokens=7",
     "--max-attempts=4",
     "--max-replays=2",
+    "--pd-min-prefill-tokens=5",
     "--max-stream-buffer-bytes=2048",
     "--queue-timeout=1s",
     "--drain-timeout=2s",
@@ -139,6 +146,8 @@ TEST(FlagsTest, WhatNoGroupCanBeIsRefused) {
   EXPECT_THAT(check({"dir", "-tp", "2", "-dcp", "4"}), HasSubstr("divide"));
   EXPECT_THAT(check({"dir", "--max-model-len=1"}), HasSubstr("--max-model-len is \"1\""));
   EXPECT_THAT(check({"dir", "--stall-timeout=0s"}), HasSubstr("--stall-timeout"));
+  EXPECT_THAT(check({"dir", "--kv-transfer-lease=0s"}), HasSubstr("--kv-transfer-lease"));
+  EXPECT_THAT(check({"dir", "--kv-transfer-config={}"}), HasSubstr("kv_role is missing"));
 }
 
 TEST(FlagsTest, ModelLengthsTakeDecimalAndBinarySuffixes) {

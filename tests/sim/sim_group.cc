@@ -167,6 +167,7 @@ class SimGroup::Client final : public LeaderClient {
                         : std::chrono::duration_cast<Duration>(deadline.time_since_epoch());
     return std::make_shared<GenerateWire>(group_, request, at, handler);
   }
+  void ContinueKv(v1::ContinueKvRequest) override { CHECK_MSG(false, "no group here takes KV"); }
 
  private:
   SimGroup& group_;

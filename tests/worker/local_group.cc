@@ -147,7 +147,7 @@ KvCounters LocalGroup::kv_counters() const {
     sum.overlapped_bytes += one.overlapped_bytes;
     sum.received_bytes += one.received_bytes;
     sum.dropped_messages += one.dropped_messages;
-    sum.failed += one.failed;
+    sum.failed_rows += one.failed_rows;
     sum.sending += one.sending;
     sum.receiving += one.receiving;
   }

@@ -117,6 +117,8 @@ class EngineImpl final : public Engine {
   absl::btree_set<std::pair<absl::Time, RequestId>> deadlines_;  // the finite ones
   std::vector<RequestId> cancelled_;
   std::uint64_t num_arrivals_ = 0;
+  absl::Time now_ = absl::InfinitePast();  // of the last Step()
+  std::uint64_t kv_expired_ = 0;
   absl::Time next_lease_end_ = absl::InfiniteFuture();
 
   StepPlan plan_;
@@ -168,6 +170,7 @@ absl::Status EngineImpl::Add(EngineRequest request, absl::Time /*now*/) {
 const StepPlan* EngineImpl::Step(absl::Time now, std::optional<StepResult> result) {
   if (result.has_value()) Commit(*result);
   RemoveCancelledAndExpired(now);
+  now_ = now;
   CheckLeases(now);
   if (num_in_flight_ >= (options_.async_scheduling ? 2 : 1)) return nullptr;
 
@@ -325,6 +328,7 @@ void EngineImpl::FinishReceive(Sequence& sequence) {
   const KvHandoff& kv = *sequence.kv;
   if (kv.num_done != options_.num_ranks || !kv.first_token.has_value()) return;
   const std::int32_t first_token = *kv.first_token;
+  events_.push_back({.id = sequence.id, .kv_took = now_ - std::min(kv.opened_at, now_)});
   scheduler_.CloseKv(sequence);
   sequence.num_computed = sequence.length();
   TakeFirstToken(sequence, first_token);
@@ -340,7 +344,8 @@ void EngineImpl::FinishSend(Sequence& sequence) {
   if (sequence.kv->num_done != options_.num_ranks || !sequence.kv->first_token.has_value()) return;
   Finish(sequence, {.id = sequence.id,
                     .finish = FinishReason::kHandedOff,
-                    .num_preemptions = sequence.num_preemptions});
+                    .num_preemptions = sequence.num_preemptions,
+                    .kv_took = now_ - std::min(sequence.kv->opened_at, now_)});
 }
 
 void EngineImpl::CheckLeases(absl::Time now) {
@@ -352,8 +357,10 @@ void EngineImpl::CheckLeases(absl::Time now) {
     KvHandoff& kv = *sequence.kv;
     // A prompt that is being computed is no silence.
     if (kv.sends && !kv.first_token.has_value()) kv.renewed = true;
+    kv.opened_at = std::min(kv.opened_at, now);
     if (std::exchange(kv.renewed, false)) kv.lease_end = now + options_.kv_lease;
     if (kv.lease_end <= now) {
+      ++kv_expired_;
       FailKv(sequence, fmt::format("no progress for {}", absl::FormatDuration(options_.kv_lease)));
     } else {
       next_lease_end_ = std::min(next_lease_end_, kv.lease_end);
@@ -429,6 +436,7 @@ EngineStats EngineImpl::Stats() const {
   scheduler_.FillStats(stats);
   stats.generation_tokens = generation_tokens_;
   stats.steps = last_step_;
+  stats.kv_expired = kv_expired_;
   return stats;
 }
 

@@ -100,7 +100,8 @@ struct TokenEvent {
     std::int64_t first_position = 0;  // what is before is here
   };
   std::optional<KvReserved> kv_reserved;
-  std::string kv_failure;  // likewise: why its prompt is computed here after all
+  std::string kv_failure;                 // likewise: why its prompt is computed here after all
+  std::optional<absl::Duration> kv_took;  // a transfer is done
 };
 
 // Results of one step: the tokens of its sampled rows, in the order of the plan. A request that got
@@ -127,6 +128,7 @@ struct EngineStats {
   std::uint64_t prefix_cache_evictions = 0;  // blocks
   std::int64_t kv_tokens = 0;  // positions of running sequences; shared ones count for each
   std::uint64_t num_preemptions = 0;
+  std::uint64_t kv_expired = 0;  // transfers that ended with their lease
   std::uint64_t prompt_tokens = 0;
   std::uint64_t generation_tokens = 0;
   std::uint64_t steps = 0;

@@ -22,6 +22,7 @@ struct KvHandoff {
   std::int32_t num_done = 0;    // ranks whose part is done
   bool renewed = true;          // something has happened since Engine::Step() looked
   absl::Time lease_end = absl::InfiniteFuture();
+  absl::Time opened_at = absl::InfiniteFuture();
   std::optional<std::int32_t> first_token;  // sampled by the sender
 };
 

@@ -102,6 +102,9 @@ std::unique_ptr<Fabric> MakeLocalFabric(std::string_view name);
 // receiver share one queue, and a sender killed in the middle of a send may block it for the others
 // (11 of 40 kills under load): that suits a group, which restarts whole. A fabric that has to
 // outlive its peers must leave shared memory out (over TCP, 0 of 20).
-absl::StatusOr<std::unique_ptr<Fabric>> MakeUcxFabric();
+//
+// kBetweenGroups leaves shared memory out. UCX_TLS, if it is set, is for fabrics of either kind.
+enum class UcxReach : std::uint8_t { kWithinGroup, kBetweenGroups };
+absl::StatusOr<std::unique_ptr<Fabric>> MakeUcxFabric(UcxReach reach = UcxReach::kWithinGroup);
 
 }  // namespace weft

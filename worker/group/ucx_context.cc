@@ -68,6 +68,8 @@ constexpr Setting kSettings[] = {
     // long enough for CMA.
     {"TLS", "UCX_TLS", "^posix,cma"},
 };
+// The last of them, for what outlives its peers: nothing that is shared with them.
+constexpr Setting kNoSharedMemory = {"TLS", "UCX_TLS", "^posix,cma,sysv"};
 
 }  // namespace
 
@@ -77,7 +79,7 @@ absl::Status UcxError(const char* what, ucs_status_t status) {
                                             detail.empty() ? "" : "; ", detail));
 }
 
-absl::StatusOr<UcpContext> MakeUcpContext() {
+absl::StatusOr<UcpContext> MakeUcpContext(UcxReach reach) {
   static std::once_flag log_installed;
   std::call_once(log_installed, [] { ucs_log_push_handler(LogFromUcx); });
 
@@ -87,7 +89,10 @@ absl::StatusOr<UcpContext> MakeUcpContext() {
   }
   const std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)> config(raw_config,
                                                                             &ucp_config_release);
-  for (const Setting& setting : kSettings) {
+  for (Setting setting : kSettings) {
+    if (reach == UcxReach::kBetweenGroups && setting.name == std::string_view("TLS")) {
+      setting = kNoSharedMemory;
+    }
     if (std::getenv(setting.variable) != nullptr) continue;
     if (ucs_status_t status = ucp_config_modify(config.get(), setting.name, setting.value);
         status != UCS_OK) {

@@ -276,8 +276,8 @@ void UcxFabric::Poll(std::chrono::nanoseconds limit) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Fabric>> MakeUcxFabric() {
-  ASSIGN_OR_RETURN(UcpContext context, MakeUcpContext());
+absl::StatusOr<std::unique_ptr<Fabric>> MakeUcxFabric(UcxReach reach) {
+  ASSIGN_OR_RETURN(UcpContext context, MakeUcpContext(reach));
   ASSIGN_OR_RETURN(UcpWorker worker, MakeUcpWorker(context.get()));
   ASSIGN_OR_RETURN(std::string address, MakeAddress(worker.get()));
   auto fabric =

@@ -20,7 +20,10 @@ KvMover::KvMover(std::unique_ptr<Fabric> fabric, const KvRank& rank, const KvMov
   thread_ = std::thread([this] { Run(); });
 }
 
-KvMover::~KvMover() {
+KvMover::~KvMover() { Stop(); }
+
+void KvMover::Stop() {
+  if (!thread_.joinable()) return;
   stop_ = true;
   fabric_->Wake();
   thread_.join();

@@ -43,6 +43,10 @@ class KvMover final : public StepObserver {
   void OnLayerStored(std::int32_t layer) override;
   void OnStepEnd() override;
 
+  // Ends the thread: no report comes from it any more. After the last step; the destructor does it,
+  // too.
+  void Stop();
+
   // Any thread.
   KvCounters counters() const;
 

@@ -44,7 +44,9 @@ struct KvCounters {
   std::int64_t overlapped_bytes = 0;  // of these, sent while the request's prompt was computed
   std::int64_t received_bytes = 0;
   std::int64_t dropped_messages = 0;  // of transfers that were not known any more
-  std::int64_t failed = 0;            // transfers
+  std::int64_t failed_peer = 0;       // transfers: the peer was lost or refused
+  std::int64_t failed_rejected = 0;   // the other side had given up
+  std::int64_t failed_rows = 0;       // what came was wrong
   std::int32_t sending = 0;           // transfers now
   std::int32_t receiving = 0;
 };

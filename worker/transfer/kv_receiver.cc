@@ -162,7 +162,7 @@ void KvReceiver::DropDeadPeers() {
 void KvReceiver::AddTo(KvCounters& counters) const {
   counters.received_bytes += received_bytes_;
   counters.dropped_messages += dropped_messages_;
-  counters.failed += failed_;
+  counters.failed_rows += failed_;
   counters.receiving += static_cast<std::int32_t>(transfers_.size());
 }
 

@@ -31,6 +31,18 @@ std::int64_t BufferBytes(const KvRank& rank, const KvMoverOptions& options) {
   return (std::max(options.message_bytes, tile) + 63) / 64 * 64;
 }
 
+void LogDone(std::uint64_t transfer, std::int64_t bytes, std::int64_t overlapped,
+             absl::Duration took) {
+  if (bytes == 0) return;
+  spdlog::info(
+      "kv transfer {:016x}: sent {:.3f} MB in {:.1f} ms, {:.2f} GB/s; {:.0f} % while the prompt "
+      "was "
+      "computed",
+      transfer, static_cast<double>(bytes) / 1e6, absl::ToDoubleMilliseconds(took),
+      static_cast<double>(bytes) / 1e9 / std::max(1e-9, absl::ToDoubleSeconds(took)),
+      100.0 * static_cast<double>(overlapped) / static_cast<double>(bytes));
+}
+
 }  // namespace
 
 struct KvSender::Peer {
@@ -286,14 +298,14 @@ bool KvSender::SendNext(Transfer& transfer, Route& route, absl::Time now) {
       next_send_ = std::max(now, next_send_) +
                    absl::Seconds(static_cast<double>(bytes) / options_.bandwidth_limit);
     }
-    SendRows(peer, transfer, range, buffer, bytes);
+    SendRows(peer, transfer, range, buffer, bytes, now);
     return true;
   }
   return false;
 }
 
 void KvSender::SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range, int buffer,
-                        std::int64_t bytes) {
+                        std::int64_t bytes, absl::Time now) {
   const std::int64_t size = buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes);
   std::byte* const start = staging_.data() + buffer * size;
   KvMessage message = {.type = KvMessageType::kRows,
@@ -307,7 +319,11 @@ void KvSender::SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range,
   peer.in_flight += bytes;
   transfer.in_flight += bytes;
   sent_bytes_ += bytes;
-  if (!transfer.computed) overlapped_bytes_ += bytes;
+  if (transfer.taken_bytes + transfer.in_flight == bytes) transfer.first_sent = now;
+  if (!transfer.computed) {
+    overlapped_bytes_ += bytes;
+    transfer.overlapped_bytes += bytes;
+  }
   const absl::Span<const std::byte> span(start, kKvHeaderBytes + static_cast<std::size_t>(bytes));
   const absl::Status sent =
       fabric_.Send(peer.id, Channel::kKv, {span},
@@ -325,13 +341,15 @@ bool KvSender::Report(Transfer& transfer, absl::Time now, std::vector<KvReport>&
   if (transfer.finished) return false;
   KvReport report = {.transfer = transfer.id, .bytes = transfer.taken_bytes};
   if (!transfer.status.ok()) {
-    ++failed_;
+    ++(absl::IsAborted(transfer.status) ? failed_rejected_ : failed_peer_);
     report.kind = KvReport::Kind::kFailed;
     report.error = std::string(transfer.status.message());
     transfer.finished = true;
   } else if (AllSent(transfer)) {
     report.kind = KvReport::Kind::kDone;
     transfer.finished = true;
+    LogDone(transfer.id, transfer.taken_bytes, transfer.overlapped_bytes,
+            now - transfer.first_sent);
   } else if (transfer.taken_bytes > 0 && now - transfer.last_report > kReportInterval) {
     report.kind = KvReport::Kind::kProgress;
     transfer.last_report = now;
@@ -365,7 +383,8 @@ absl::Duration KvSender::IdleFor(absl::Time now) const {
 void KvSender::AddTo(KvCounters& counters) const {
   counters.sent_bytes += sent_bytes_;
   counters.overlapped_bytes += overlapped_bytes_;
-  counters.failed += failed_;
+  counters.failed_peer += failed_peer_;
+  counters.failed_rejected += failed_rejected_;
   counters.sending += static_cast<std::int32_t>(transfers_.size());
 }
 

@@ -73,6 +73,8 @@ class KvSender {
     std::int64_t taken_end = 0;
     std::int64_t in_flight = 0;  // bytes sent and not taken
     std::int64_t taken_bytes = 0;
+    std::int64_t overlapped_bytes = 0;  // sent before the prompt was computed
+    absl::Time first_sent;
     bool finished = false;  // reported as done or failed
     absl::Status status;
     absl::Time last_report;
@@ -87,7 +89,7 @@ class KvSender {
   // Moves to the next rows that are there; false if there are none.
   bool Advance(const Transfer& transfer, Route& route) const;
   void SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range, int buffer,
-                std::int64_t bytes);
+                std::int64_t bytes, absl::Time now);
   bool Report(Transfer& transfer, absl::Time now, std::vector<KvReport>& reports);
   bool AllSent(const Transfer& transfer) const;
 
@@ -101,7 +103,8 @@ class KvSender {
   absl::flat_hash_map<std::string, std::unique_ptr<Peer>> peers_;  // by address
   std::int64_t sent_bytes_ = 0;
   std::int64_t overlapped_bytes_ = 0;
-  std::int64_t failed_ = 0;
+  std::int64_t failed_peer_ = 0;
+  std::int64_t failed_rejected_ = 0;
   absl::Time next_send_;  // with a bandwidth limit
 };
 
