@@ -196,7 +196,10 @@ absl::StatusOr<GroupLease> Cluster::TryPlace(const PlaceRequest& request) {
     placed_.cached_tokens += static_cast<std::uint64_t>(cached);
     return GroupLease(links_[*chosen], std::move(groups[*chosen]), prompt_tokens - cached);
   }
-  if (longest_model_len) return ValidatePromptLength(prompt_tokens, *longest_model_len);
+  // What a group had taken waits for one that it fits.
+  if (longest_model_len && !request.admitted) {
+    return ValidatePromptLength(prompt_tokens, *longest_model_len);
+  }
   return WithReason(absl::UnavailableError("no group is ready"), kReasonNotReady);
 }
 

@@ -64,7 +64,7 @@ void SampleCall::Place() {
 PlaceRequest SampleCall::ToPlace() const {
   return {.prompt = options_.prompt,
           .more_tokens = options_.resumed_tokens + static_cast<std::int64_t>(produced_.size()),
-          .admitted = replays_ > 0};
+          .admitted = admitted_};
 }
 
 void SampleCall::OnPlaced(absl::StatusOr<GroupLease> lease) {
@@ -133,6 +133,7 @@ void SampleCall::OnWorkerMessage(v1::WorkerGenerateResponse& response) {
   {
     MutexLock lock(output_mutex_);
     leg = leg_;
+    taken_ = true;
     finished = Pass(response);
   }
   if (leg != nullptr && response.has_kv_reserved()) leg->OnReserved(response.kv_reserved());
@@ -206,13 +207,16 @@ void SampleCall::OnWorkerEnd(absl::Status status) {
 
 bool SampleCall::GoesOnAfter(const absl::Status& status) {
   const std::string reason = ReasonOf(status);
-  if (reason == kReasonNotReady || reason == kReasonDraining) {
-    if (++refusals_ >= options_.max_attempts) return false;
-    if (options_.metrics != nullptr) options_.metrics->OnRetry();
-  } else if (reason == kReasonRankLost) {
-    if (++replays_ > options_.max_replays) return false;
+  const bool taken = std::exchange(taken_, false);
+  if (reason == kReasonRankLost || (taken && reason == kReasonDraining)) {
+    // A group that drains has ended what it could not finish in time: nothing was lost.
+    if (reason == kReasonRankLost && ++replays_ > options_.max_replays) return false;
+    admitted_ = true;
     refusals_ = 0;
     if (options_.metrics != nullptr) options_.metrics->OnReplay();
+  } else if (reason == kReasonNotReady || reason == kReasonDraining) {
+    if (++refusals_ >= options_.max_attempts) return false;
+    if (options_.metrics != nullptr) options_.metrics->OnRetry();
   } else {
     return false;
   }

@@ -94,6 +94,8 @@ class SampleCall final : public WorkerCall::Handler, private PrefillLeg::Owner {
   std::vector<std::int32_t> produced_;  // what the client has from this call
   std::uint32_t refusals_ = 0;          // of this placement
   std::uint32_t replays_ = 0;
+  bool taken_ = false;     // this placement's leader has said something
+  bool admitted_ = false;  // a group had taken it and was lost, or drained
 
   Mutex mutex_;
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;

@@ -37,7 +37,9 @@ bool SampleOutput::Resume(absl::Span<const std::int32_t> ids, v1::GenerateRespon
 
 bool SampleOutput::Read(v1::WorkerGenerateResponse& response, v1::GenerateResponse& message) {
   if (finished_) return false;
-  cached_tokens_ = std::max(cached_tokens_, response.cached_tokens());
+  // A replay finds what the attempts before it have left; that was never the client's prefix.
+  if (!started_) cached_tokens_ = std::max(cached_tokens_, response.cached_tokens());
+  started_ |= !response.token_ids().empty();
   for (v1::PositionLogprobs& position : *response.mutable_prompt_logprobs()) {
     *prompt_logprobs_.Add() = std::move(position);
   }

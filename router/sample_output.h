@@ -48,6 +48,7 @@ class SampleOutput {
   std::optional<OutputText> text_;
   std::int32_t completion_tokens_ = 0;
   std::int32_t cached_tokens_ = 0;
+  bool started_ = false;  // a token was read
   bool finished_ = false;
   google::protobuf::RepeatedPtrField<v1::PositionLogprobs>
       prompt_logprobs_;  // until the first token

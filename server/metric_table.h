@@ -171,7 +171,7 @@ inline constexpr CounterSpec kRouterHandoffs = {
 inline constexpr CounterSpec kRouterPlacements = {"weft_router_placements_total",
                                                   "Requests given to a group, by group"};
 inline constexpr CounterSpec kRouterPromptTokens = {"weft_router_prompt_tokens_total",
-                                                    "Tokens of prompts that were placed"};
+                                                    "Tokens of prompts, each time that one was placed"};
 inline constexpr CounterSpec kRouterCachedTokens = {
     "weft_router_cached_prompt_tokens_total",
     "Of those, tokens that the chosen group had in its prefix cache, as far as the router knew"};

@@ -25,6 +25,15 @@ class ReplayTest : public RouterFixture {
     return {call.request().resume_token_ids().begin(), call.request().resume_token_ids().end()};
   }
 
+  std::shared_ptr<FakeWorker::Call> TakeAnyCall() {
+    while (true) {
+      for (const auto& worker : workers_) {
+        if (worker->num_calls_waiting() > 0) return worker->TakeCall();
+      }
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+  }
+
   // Sends what `call` has to add for an output of `whole`, which then ends.
   static void SendRest(FakeWorker::Call& call, std::string_view whole) {
     const std::string resumed = Resumed(call);
@@ -187,6 +196,43 @@ TEST_F(ReplayTest, ARequestThatKillsItsGroupsFailsAfterMaxReplays) {
     call->End(WithReason(absl::UnavailableError("rank 1 died"), kReasonRankLost));
   }
   EXPECT_EQ(ReasonOf(stream->Wait()), kReasonRankLost) << stream->Wait();
+}
+
+TEST_F(ReplayTest, ADrainThatEndsAStreamCostsNoAttempt) {
+  context_.max_attempts = 1;
+  context_.max_replays = 0;
+  StartSeveral(2);
+  const std::string whole = "abcdefgh";
+  const auto stream = Send(TextRequest("x"));
+  for (std::size_t i = 0; i + 1 < whole.size(); ++i) {
+    const auto call = TakeAnyCall();
+    EXPECT_EQ(Resumed(*call), whole.substr(0, i));
+    call->Send({Id(whole[i])});
+    AwaitTokens(*stream, i + 1);
+    call->End(WithReason(absl::UnavailableError("drain timeout"), kReasonDraining));
+  }
+  SendRest(*TakeAnyCall(), whole);
+  ExpectUndisturbed(*stream, whole);
+}
+
+TEST_F(ReplayTest, ALostStreamWaitsForAGroupThatItFits) {
+  StartSeveral(2);
+  v1::GroupState small = FakeWorker::ReadyState();
+  small.mutable_group()->set_max_model_len(4);
+  worker(1).SetState(small);
+  while (cluster_->Snapshot()->groups[1]->info.max_model_len() != 4) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  const auto stream = Send(TextRequest("x"));
+  const auto call = worker(0).TakeCall();
+  for (const char c : std::string_view("abcd")) call->Send({Id(c)});
+  AwaitTokens(*stream, 4);
+  worker(0).Kill();
+  WaitUntilReady(0, false);
+  while (cluster_->num_waiting() == 0) absl::SleepFor(absl::Milliseconds(1));
+  worker(0).Start();
+  SendRest(*worker(0).TakeCall(), "abcdefgh");
+  ExpectUndisturbed(*stream, "abcdefgh");
 }
 
 TEST_F(ReplayTest, ACancelDuringThePauseEndsTheRequest) {
