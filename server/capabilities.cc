@@ -66,6 +66,8 @@ std::string_view FeatureName(Feature feature) {
       return "--enable-expert-parallel";
     case Feature::kChunkedPrefill:
       return "chunked prefill";
+    case Feature::kPrefixCaching:
+      return "--enable-prefix-caching";
     case Feature::kPreemption:
       return "preemption";
     case Feature::kAsyncScheduling:

@@ -22,6 +22,7 @@ enum class Feature : std::uint8_t {
   kReplicatedQueries,
   kExpertParallel,
   kChunkedPrefill,
+  kPrefixCaching,
   kPreemption,
   kAsyncScheduling,
   kPrefillContextParallel,
@@ -31,12 +32,16 @@ enum class Feature : std::uint8_t {
 inline constexpr std::array kDevices = {Device::kCpu, Device::kCuda};
 inline constexpr std::array kAttentionKinds = {AttentionKind::kGqa, AttentionKind::kSlidingWindow,
                                                AttentionKind::kMla, AttentionKind::kSparseMla};
-inline constexpr std::array kFeatures = {
-    Feature::kDecodeContextParallel, Feature::kA2aExchange,
-    Feature::kReplicatedQueries,     Feature::kExpertParallel,
-    Feature::kChunkedPrefill,        Feature::kPreemption,
-    Feature::kAsyncScheduling,       Feature::kPrefillContextParallel,
-    Feature::kSpeculativeDecoding};
+inline constexpr std::array kFeatures = {Feature::kDecodeContextParallel,
+                                         Feature::kA2aExchange,
+                                         Feature::kReplicatedQueries,
+                                         Feature::kExpertParallel,
+                                         Feature::kChunkedPrefill,
+                                         Feature::kPrefixCaching,
+                                         Feature::kPreemption,
+                                         Feature::kAsyncScheduling,
+                                         Feature::kPrefillContextParallel,
+                                         Feature::kSpeculativeDecoding};
 
 // For people: the flag where there is one.
 std::string_view DeviceName(Device device);

@@ -155,6 +155,7 @@ std::vector<Feature> GroupFlags::Features() const {
   add(dcp_comm_backend == "a2a", Feature::kA2aExchange);
   add(dcp_replicate_query, Feature::kReplicatedQueries);
   add(enable_expert_parallel, Feature::kExpertParallel);
+  add(enable_prefix_caching, Feature::kPrefixCaching);
   add(async_scheduling, Feature::kAsyncScheduling);
   add(prefill_context_parallel_size != 1, Feature::kPrefillContextParallel);
   add(!speculative_config.empty(), Feature::kSpeculativeDecoding);
