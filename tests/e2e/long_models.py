@@ -105,10 +105,10 @@ def attend(q, k, v, rows, scale):
     for begin in range(0, len(rows), 128):
         part = rows[begin:begin + 128]
         seen = part[-1] + 1
-        hidden = np.arange(seen)[None, :] > part[:, None]
+        hidden = np.arange(part[0], seen)[None, :] > part[:, None]  # all rows see what is before
         for head in range(q.shape[1]):
             scores = q[begin:begin + 128, head] @ k[:seen, head // per_kv].T * scale
-            scores[hidden] = -np.inf
+            scores[:, part[0]:][hidden] = -np.inf
             scores -= scores.max(axis=1, keepdims=True)
             np.exp(scores, out=scores)
             out[begin:begin + 128, head] = scores @ v[:seen, head // per_kv] / scores.sum(axis=1, keepdims=True)
