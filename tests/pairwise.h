@@ -1,10 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <random>
-#include <set>
-#include <tuple>
 #include <vector>
 
 namespace weft {
@@ -27,31 +26,44 @@ inline std::vector<Cell> FullProduct(const std::vector<int>& sizes,
 
 // Few of `cells` such that every pair of choices that occurs in any cell occurs in one of these.
 inline std::vector<Cell> PairwiseCover(const std::vector<Cell>& cells) {
-  using Pair = std::tuple<std::size_t, int, std::size_t, int>;
-  const auto pairs_of = [](const Cell& cell) {
-    std::vector<Pair> pairs;
-    for (std::size_t a = 0; a < cell.size(); ++a) {
-      for (std::size_t b = a + 1; b < cell.size(); ++b) pairs.emplace_back(a, cell[a], b, cell[b]);
-    }
-    return pairs;
-  };
-  std::set<Pair> uncovered;
+  if (cells.empty()) return {};
+  const std::size_t factors = cells[0].size();
+  std::vector<int> sizes(factors, 0);
   for (const Cell& cell : cells) {
-    for (const Pair& pair : pairs_of(cell)) uncovered.insert(pair);
+    for (std::size_t f = 0; f < factors; ++f) sizes[f] = std::max(sizes[f], cell[f] + 1);
   }
+  // Each pair of choices has a number.
+  const auto for_each_pair = [&](const Cell& cell, const auto& visit) {
+    std::size_t first = 0;
+    for (std::size_t a = 0; a < factors; ++a) {
+      for (std::size_t b = a + 1; b < factors; ++b) {
+        visit(first + static_cast<std::size_t>(cell[a]) * sizes[b] + cell[b]);
+        first += static_cast<std::size_t>(sizes[a]) * sizes[b];
+      }
+    }
+  };
+  std::size_t num_pairs = 0;
+  for_each_pair(Cell(factors, 0), [&](std::size_t pair) { num_pairs = pair; });
+  num_pairs += static_cast<std::size_t>(sizes[factors - 2]) * sizes[factors - 1];
+  std::vector<char> uncovered(num_pairs, 0);
+  for (const Cell& cell : cells) {
+    for_each_pair(cell, [&](std::size_t pair) { uncovered[pair] = 1; });
+  }
+  std::size_t left = std::count(uncovered.begin(), uncovered.end(), 1);
   std::vector<Cell> cover;
-  while (!uncovered.empty()) {
+  while (left > 0) {
     const Cell* best = nullptr;
     std::size_t best_new = 0;
     for (const Cell& cell : cells) {
       std::size_t fresh = 0;
-      for (const Pair& pair : pairs_of(cell)) fresh += uncovered.count(pair);
+      for_each_pair(cell, [&](std::size_t pair) { fresh += uncovered[pair]; });
       if (fresh > best_new) {
         best_new = fresh;
         best = &cell;
       }
     }
-    for (const Pair& pair : pairs_of(*best)) uncovered.erase(pair);
+    for_each_pair(*best, [&](std::size_t pair) { uncovered[pair] = 0; });
+    left -= best_new;
     cover.push_back(*best);
   }
   return cover;

@@ -1,7 +1,8 @@
 // Law 2: in fp32 the layout never changes the answer. Cells of checkpoint x layout x block size x
 // interleave x traffic x exchange x planning ahead x replicated queries x expert parallelism x
-// prefix caching, each against the reference's greedy tokens: a pairwise covering set and 300 drawn
-// by seed; all of them with WEFT_ALL_CELLS=1, those of one checkpoint with WEFT_ALL_CELLS=NAME.
+// prefix caching x rows of a step, each against the reference's greedy tokens: a pairwise covering
+// set and 300 drawn by seed; all of them with WEFT_ALL_CELLS=1, those of one checkpoint with
+// WEFT_ALL_CELLS=NAME.
 
 #include <cstdlib>
 #include <map>
@@ -24,6 +25,7 @@ constexpr std::pair<int, int> kRanks[] = {{1, 1}, {2, 1}, {2, 2}, {3, 1},
                                           {3, 3}, {4, 1}, {4, 2}, {4, 4}};
 constexpr int kInterleaves[] = {1, 4, 0};  // 0: all of a block's tokens on a rank (B)
 constexpr int kBlockSizes[] = {8, 16, 48, 128};
+constexpr int kChunks[] = {1, 7, 16, 256};  // rows of a step: of all sequences, so of a prompt
 enum Traffic { kAlone, kMixed, kPreempted, kNumTraffic };
 const char* const kTrafficNames[] = {"alone", "mixed", "preempted"};
 
@@ -36,13 +38,14 @@ struct Layout {
   bool replicate_query;
   bool expert_parallel;
   bool prefix_caching;
+  int chunk;
 
   std::string Name() const {
     return fmt::format(
-        "{} T={} N={} V={} I={} {} {} {}{}{}{}", checkpoint, tp, dcp, block_size, interleave,
-        kTrafficNames[traffic], DcpExchangeName(exchange),
+        "{} T={} N={} V={} I={} {} {} {}{}{}{}, {} rows a step", checkpoint, tp, dcp, block_size,
+        interleave, kTrafficNames[traffic], DcpExchangeName(exchange),
         async ? "planning ahead" : "step by step", replicate_query ? ", queries replicated" : "",
-        expert_parallel ? ", whole experts" : "", prefix_caching ? ", prefixes cached" : "");
+        expert_parallel ? ", whole experts" : "", prefix_caching ? ", prefixes cached" : "", chunk);
   }
 };
 
@@ -61,7 +64,8 @@ Layout LayoutOf(const Cell& cell) {
           .async = cell[6] == 0,
           .replicate_query = cell[7] == 1,
           .expert_parallel = cell[8] == 1,
-          .prefix_caching = cell[9] == 1};
+          .prefix_caching = cell[9] == 1,
+          .chunk = kChunks[cell[10]]};
 }
 
 bool HasExperts(const std::string& checkpoint) {
@@ -73,7 +77,7 @@ bool HasExperts(const std::string& checkpoint) {
 
 std::vector<Cell> ValidCells() {
   const auto checkpoints = static_cast<int>(PresentFamilyCheckpoints().size());
-  return FullProduct({checkpoints, 8, 4, 3, kNumTraffic, 2, 2, 2, 2, 2}, [](const Cell& cell) {
+  return FullProduct({checkpoints, 8, 4, 3, kNumTraffic, 2, 2, 2, 2, 2, 4}, [](const Cell& cell) {
     const Layout layout = LayoutOf(cell);
     if (layout.replicate_query && layout.dcp == 1) return false;
     if (layout.expert_parallel && (layout.tp == 1 || !HasExperts(layout.checkpoint))) return false;
@@ -97,9 +101,8 @@ LocalGroupOptions OptionsOf(const Layout& layout, const std::filesystem::path& d
   options.enable_prefix_caching = layout.prefix_caching;
   const int blocks_of_one = (192 + layout.block_size - 1) / layout.block_size;
   options.model.num_blocks = 8 * blocks_of_one;
-  if (layout.traffic == kMixed) options.model.max_num_batched_tokens = 13;
+  options.model.max_num_batched_tokens = layout.chunk;
   if (layout.traffic == kPreempted) {
-    options.model.max_num_batched_tokens = 29;
     options.model.num_blocks = 2 * blocks_of_one;
     options.force_preemption_every = 5;
   }
