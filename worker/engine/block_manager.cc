@@ -59,6 +59,7 @@ BlockRef BlockManager::Store(BlockRef block, const BlockHash& hash, const BlockH
   CHECK(!stored.cached);
   stored.cached = true;
   stored.hash = hash;
+  stored.depth = parent == nullptr ? 0 : At(by_hash_.at(*parent)).depth + 1;
   changes_.push_back({.hash = hash,
                       .parent = parent == nullptr ? std::nullopt : std::optional(*parent),
                       .removed = false});
@@ -89,9 +90,14 @@ void BlockManager::ForgetAll() {
     empty_.push_back(BlockId{first_unheld_});
     RemoveUnheld(BlockId{first_unheld_});
   }
+  std::vector<Block*> cached;
   for (Block& block : blocks_) {
-    if (!std::exchange(block.cached, false)) continue;
-    changes_.push_back({.hash = block.hash, .parent = std::nullopt, .removed = true});
+    if (std::exchange(block.cached, false)) cached.push_back(&block);
+  }
+  std::sort(cached.begin(), cached.end(),
+            [](const Block* a, const Block* b) { return a->depth > b->depth; });
+  for (const Block* block : cached) {
+    changes_.push_back({.hash = block->hash, .parent = std::nullopt, .removed = true});
   }
   by_hash_.clear();
 }

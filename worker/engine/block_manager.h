@@ -87,7 +87,7 @@ class BlockManager {
   // A cached block.
   BlockRef Share(const BlockHash& hash);
 
-  // Empties the prefix cache, in no order: no hash finds a block any more, held or not. Sequences
+  // Empties the prefix cache, leaves first: no hash finds a block any more, held or not. Sequences
   // that hold blocks store nothing more.
   void ForgetAll();
 
@@ -106,7 +106,8 @@ class BlockManager {
   struct Block {
     std::int32_t num_holders = 0;
     bool cached = false;
-    BlockHash hash;  // while cached
+    BlockHash hash;          // while cached
+    std::int32_t depth = 0;  // likewise: blocks before it in its sequences
     // In the list of those that are cached and not held.
     std::int32_t previous = 0;
     std::int32_t next = 0;
