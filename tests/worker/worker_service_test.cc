@@ -12,6 +12,7 @@
 #include "gtest/gtest.h"
 #include "server/grpc_server.h"
 #include "tests/golden.h"
+#include "tests/worker/engine/block_index.h"
 #include "tests/worker/local_group.h"
 
 namespace weft {
@@ -308,6 +309,68 @@ TEST_F(WorkerServiceTest, AWatcherHearsOfTheBlocksThatAreStored) {
   }
   context.TryCancel();
   watch->Finish();
+}
+
+// Applies what a message says; false when it does not follow `seq`.
+bool Apply(const v1::BlockChanges& news, BlockIndex& index, std::uint64_t& seq) {
+  const auto to_hash = [](const std::string& bytes) {
+    BlockHash hash{};
+    EXPECT_EQ(bytes.size(), hash.size());
+    std::copy_n(bytes.begin(), std::min(bytes.size(), hash.size()), hash.begin());
+    return hash;
+  };
+  std::vector<BlockChange> changes;
+  for (const v1::BlockChange& change : news.changes()) {
+    changes.push_back({.hash = to_hash(change.hash()), .removed = change.removed()});
+    if (!change.parent_hash().empty()) changes.back().parent = to_hash(change.parent_hash());
+  }
+  if (news.snapshot()) {
+    index = BlockIndex();
+  } else if (news.seq() != seq + changes.size()) {
+    return false;
+  }
+  seq = news.seq();
+  index.Apply(changes);
+  return true;
+}
+
+// What waits for it stays one message, however much happens; when it reads, it has all of it.
+TEST_F(WorkerServiceTest, AWatcherThatDoesNotReadMissesNothing) {
+  const auto slow = SlowStub();
+  grpc::ClientContext context;
+  v1::WatchStateRequest wanted;
+  wanted.set_block_changes(true);
+  const auto watch = slow->WatchState(&context, wanted);
+  for (int i = 0; i < 60; ++i) {
+    v1::WorkerGenerateRequest request = Request("a", 0, 1);
+    for (int t = 0; t < 150; ++t) request.add_prompt_token_ids(10 + (i * 7 + t * i) % 300);
+    ASSERT_TRUE(Call(*stub_, request).Finish().ok());
+    for (int publish = 0; publish < 20; ++publish) service_->SetState("busy");
+  }
+  EXPECT_GT(group_->leader().Stats().prefix_cache_evictions, 0u);
+  grpc::ClientContext late_context;
+  const auto late = stub_->WatchState(&late_context, wanted);
+  v1::GroupState state;
+  ASSERT_TRUE(late->Read(&state));
+  BlockIndex all;
+  std::uint64_t last_seq = 0;
+  ASSERT_TRUE(Apply(state.block_changes(), all, last_seq));
+
+  BlockIndex index;
+  std::uint64_t seq = 0;
+  int num_messages = 0;
+  while (seq < last_seq && watch->Read(&state)) {
+    ++num_messages;
+    if (state.has_block_changes()) {
+      ASSERT_TRUE(Apply(state.block_changes(), index, seq)) << "a gap";
+    }
+  }
+  EXPECT_LT(num_messages, 60 * 20) << "it was never slow";
+  EXPECT_EQ(seq, last_seq);
+  EXPECT_TRUE(index == all);
+  for (grpc::ClientContext* open : {&context, &late_context}) open->TryCancel();
+  watch->Finish();
+  late->Finish();
 }
 
 TEST_F(WorkerServiceTest, ASecondEqualRequestTellsItsCachedTokens) {
