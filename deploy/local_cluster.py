@@ -177,7 +177,7 @@ class LocalCluster:
                              capture_output=True, text=True)
         return json.loads(out.stdout) if out.returncode == 0 else None
 
-    def wait_ready(self, timeout=90):
+    def wait_ready(self, timeout=180):
         def ready():
             infos = [self.status(f"{p.ip}:{p.port('grpc')}") for p in self.routers()]
             return all(i and all(g["ready"] for g in i["groups"]) for i in infos)
@@ -238,8 +238,8 @@ class Prometheus:
                           for c in commands]
 
     def __enter__(self):
-        wait_until(lambda: get(self.address, "/-/ready")[0] == 200, 30, "Prometheus ready")
-        wait_until(lambda: get(self.alertmanager, "/-/ready")[0] == 200, 30, "alertmanager ready")
+        wait_until(lambda: get(self.address, "/-/ready")[0] == 200, 90, "Prometheus ready")
+        wait_until(lambda: get(self.alertmanager, "/-/ready")[0] == 200, 90, "alertmanager ready")
         return self
 
     def __exit__(self, *_):
@@ -260,7 +260,7 @@ class Prometheus:
         result = self.api("query", query=expression)
         return [(r["metric"], float(r["value"][1])) for r in result["result"]]
 
-    def all_up(self, count, timeout=30):
+    def all_up(self, count, timeout=90):
         def up():
             targets = self.api("targets")["activeTargets"]
             return len(targets) == count and all(t["health"] == "up" for t in targets)

@@ -113,6 +113,25 @@ GROUP_BOARD = ("weft-group", "Weft / group", "What a group's ranks do: steps, co
     ],
 })
 
+HANDOFF = ("weft-handoff", "Weft / prefill and decode", "KV that goes from groups that compute prompts to groups that go on", ["group"], {
+    "Hand-off": [
+        ("Hand-offs", "reqps", "Prompts that one group was to compute for another; failed and short ones the other one computes itself",
+         [(rate("weft_router_handoffs_total", by="outcome"), "{{outcome}}")]),
+        ("Duration", "s", "Of transfers that were done, from the reservation or the first chunk", quantiles("weft_kv_transfer_seconds", GROUP)),
+        ("Open transfers", "none", "By direction",
+         [(f"sum by (group, direction) (weft_kv_transfer_inflight{{{GROUP}}})", "{{group}} {{direction}}")]),
+        ("KV sent and received", "Bps", "By group",
+         [(rate("weft_kv_transfer_bytes_total", GROUP, "group, direction"), "{{group}} {{direction}}")]),
+        ("Sent while computing", "percentunit", "Share of the KV that went out before its prompt was done: it costs no time",
+         [(f"{rate('weft_kv_transfer_overlapped_bytes_total', GROUP, 'group')} / "
+           f"({rate('weft_kv_transfer_bytes_total', GROUP + ', direction=' + chr(34) + 'sent' + chr(34), 'group')} > 0)", "{{group}}")]),
+        ("Failures", "ops", "Transfers that failed, by reason; that ended for want of progress; messages that came too late",
+         [(rate("weft_kv_transfer_failed_total", GROUP, "reason"), "failed: {{reason}}"),
+          (rate("weft_kv_transfer_expired_total", GROUP), "expired"),
+          (rate("weft_kv_transfer_dropped_messages_total", GROUP), "late messages")]),
+    ],
+})
+
 ROUTER = ("weft-router", "Weft / router", "What routers do with requests: where they go, why they fail", [], {
     "Requests": [
         ("Requests that ended", "reqps", "By gRPC status and reason",
@@ -187,7 +206,7 @@ def build(uid, title, description, variables, rows):
 
 def main():
     different = False
-    for spec in (OVERVIEW, GROUP_BOARD, ROUTER):
+    for spec in (OVERVIEW, GROUP_BOARD, HANDOFF, ROUTER):
         path, text = HERE / f"{spec[0]}.json", build(*spec)
         if path.exists() and path.read_text() == text:
             continue

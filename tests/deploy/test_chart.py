@@ -76,7 +76,7 @@ def random_values(rng):
             options.pop("cp-kv-cache-interleave-size", None)
         groups.append({"name": f"g{i}", "model": models[i % len(models)]["name"], "nodes": nodes, "options": options,
                        "resources": {"requests": {"cpu": 1}, "limits": {"memory": "1Ti", **maybe(cpu=rng.choice([2, "2500m"]))}},
-                       **maybe(autoscaling={"enabled": True, "maxReplicas": 3}, replicas=rng.randint(1, 3), shmSize="1Gi",
+                       **maybe(autoscaling={"enabled": True, "maxReplicas": 3}, replicas=rng.randint(1, 3), shmSize="1Gi", role="both",
                                capabilities=["IPC_LOCK"], env=[{"name": "UCX_TLS", "value": "tcp"}], preStopSeconds=3,
                                nodeSelector={"gpu": "yes"}, podAnnotations={"a": "b"}, podLabels={"c": "d"},
                                tolerations=[{"operator": "Exists"}], priorityClassName="high", runtimeClassName="nvidia",
@@ -148,8 +148,10 @@ REFUSED = [
     ({**MINIMAL, "router": {"terminationGracePeriodSeconds": 30}}, "preStopSeconds 5 and drain-timeout 30s need more than 35"),
     ({**MINIMAL, "router": {"options": {"groups": "a:1"}}}, "additional properties 'groups' not allowed"),
     ({**MINIMAL, "networkPolicy": {"prometheus": []}}, "minItems"),
+    (with_group(role="Prefill"), "value must be one of"),
+    (with_group(role="prefill"), "model m has a group with role prefill, and none with decode or both"),
+    (with_group(role="both", options={"kv-transfer-config": "{}"}), "role sets kv-transfer-config; give one of them"),
     # Not there yet: refused, not ignored.
-    (with_group(role="prefill"), "additional properties 'role' not allowed"),
     ({**MINIMAL, "tls": {"secretName": "t"}}, "additional properties 'tls' not allowed"),
     ({**MINIMAL, "auth": {"secretName": "t"}}, "additional properties 'auth' not allowed"),
 ]
@@ -223,6 +225,20 @@ def test_only_routers_reach_leaders_and_only_ranks_each_other():
     assert metrics["ports"] == [{"port": 9401, "endPort": 9402, "protocol": "TCP"}]
     assert [list(p) for p in metrics["from"]] == [["namespaceSelector"]]
     assert ranks["from"] == [{"podSelector": policy["podSelector"]}] and "ports" not in ranks
+
+
+def test_roles_are_flags_and_open_the_data_ports_between_groups_of_a_model():
+    values = {"models": MINIMAL["models"] + [{"name": "n", "volume": {"emptyDir": {}}}],
+              "groups": [{"name": "p", "model": "m", "role": "prefill"}, {"name": "d", "model": "m", "role": "decode"},
+                         {"name": "o", "model": "n"}]}
+    objects = render(values)
+    for group, role in (("p", "kv_producer"), ("d", "kv_consumer")):
+        assert f'--kv-transfer-config={{"kv_role":"{role}"}}' in containers(by_name(objects, "StatefulSet", f"w-weft-{group}"))[0]["args"]
+        peers = by_name(objects, "NetworkPolicy", f"w-weft-{group}")["spec"]["ingress"][2]
+        assert peers == {"from": [{"podSelector": {"matchLabels": {
+            "app.kubernetes.io/name": "weft", "app.kubernetes.io/instance": "w", "app.kubernetes.io/component": "group",
+            "weft/model": "m"}}}]}
+    assert len(by_name(objects, "NetworkPolicy", "w-weft-o")["spec"]["ingress"]) == 2
 
 
 def test_a_package_holds_rules_and_dashboards(tmp_path):

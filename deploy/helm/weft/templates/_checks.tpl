@@ -19,12 +19,26 @@
 {{- include "weft.checkReplicas" (list (printf "group %s" .name) .) -}}
 {{- include "weft.checkGrace" (list (printf "group %s" .name) . 5) -}}
 {{- end -}}
+{{- include "weft.checkRoles" . -}}
 {{- range $models -}}
 {{- if not (has . $used) }}{{ fail (printf "model %s has no group" .) }}{{ end -}}
 {{- include "weft.checkName" (printf "%s-%s-headless" (include "weft.fullname" $) .) -}}
 {{- end -}}
 {{- include "weft.checkReplicas" (list "router" .Values.router) -}}
 {{- include "weft.checkGrace" (list "router" .Values.router 0) -}}
+{{- end }}
+
+{{- define "weft.checkRoles" -}}
+{{- $prefill := list -}}
+{{- $decode := list -}}
+{{- range (include "weft.groups" . | fromJson).groups -}}
+{{- if and .role (index .options "kv-transfer-config") }}{{ fail (printf "group %s: role sets kv-transfer-config; give one of them" .name) }}{{ end -}}
+{{- if has .role (list "prefill" "both") }}{{ $prefill = append $prefill .model }}{{ end -}}
+{{- if has .role (list "decode" "both") }}{{ $decode = append $decode .model }}{{ end -}}
+{{- end -}}
+{{- range $prefill -}}
+{{- if not (has . $decode) }}{{ fail (printf "model %s has a group with role prefill, and none with decode or both that goes on with its prompts" .) }}{{ end -}}
+{{- end -}}
 {{- end }}
 
 {{- define "weft.checkName" -}}

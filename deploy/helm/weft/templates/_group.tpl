@@ -99,6 +99,10 @@ spec:
 {{- $threads := divf (include "weft.quantity" $cpus | float64) (float64 $ranks) | floor | int -}}
 {{- $options = set (deepCopy $options) "threads-per-rank" (max 1 $threads) -}}
 {{- end -}}
+{{- with $group.role -}}
+{{- $role := get (dict "prefill" "kv_producer" "decode" "kv_consumer" "both" "kv_both") . -}}
+{{- $options = set (deepCopy $options) "kv-transfer-config" (dict "kv_role" $role | toJson) -}}
+{{- end -}}
 {{- include "weft.flags" $options -}}
 {{- end }}
 
