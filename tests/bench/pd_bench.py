@@ -28,7 +28,7 @@ def generate(api, num_prompt, num_tokens, seed):
     start = time.monotonic()
     times = []
     sampling = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    for message in api.call("Generate", {"token_ids": {"ids": ids}, "sampling": sampling}):
+    for message in api.callable("Generate")({"token_ids": {"ids": ids}, "sampling": sampling}, timeout=600):
         times += [time.monotonic() - start] * len(message.token_ids)
     return times
 
