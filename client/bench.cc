@@ -216,9 +216,9 @@ BenchServer FetchTotals(v1::Inference::Stub& stub) {
 }
 
 // Sends the load and prints the result: a ClientFunction.
-int SendAndMeasure(const std::string& address, const BenchFlags& flags, const std::string& model,
+int SendAndMeasure(const std::shared_ptr<grpc::Channel>& channel, const BenchFlags& flags, const std::string& model,
                    std::vector<v1::GenerateRequest> requests, const std::atomic<bool>& cancelled) {
-  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
+  const auto stub = v1::Inference::NewStub(channel);
   const BenchServer before = FetchTotals(*stub);
   const BenchResult result = flags.dataset == "agentic"
                                  ? RunAgentic(*stub, flags, model)
@@ -258,14 +258,17 @@ int BenchCommand(int argc, char** argv) {
   absl::StatusOr<std::vector<v1::GenerateRequest>> requests = FilePrompts(flags);
   absl::Status status = requests.status();
   if (status.ok()) status = flags.Check();
-  if (status.ok()) status = CheckServerFlags(server, group, parser);
+  const absl::StatusOr<GrpcChannelOptions> channel_options =
+      CheckServerFlags(server, group, parser);
+  status.Update(channel_options.status());
   if (!status.ok()) {
     fmt::print(stderr, "weft bench: {}\n", std::string(status.message()));
     return kExitConfigError;
   }
   return RunClient(
-      server, group, parser, [&](const std::string& address, const std::atomic<bool>& cancelled) {
-        return SendAndMeasure(address, flags, group.served_model_name, *requests, cancelled);
+      server, group, parser, *channel_options,
+      [&](const std::shared_ptr<grpc::Channel>& channel, const std::atomic<bool>& cancelled) {
+        return SendAndMeasure(channel, flags, group.served_model_name, *requests, cancelled);
       });
 }
 

@@ -19,8 +19,9 @@ namespace weft {
 namespace {
 
 // Waits until every group is ready: the router is when one of them is.
-void PrintLayout(const std::string& address, const std::atomic<bool>& cancelled) {
-  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
+void PrintLayout(const std::shared_ptr<grpc::Channel>& channel,
+                 const std::atomic<bool>& cancelled) {
+  const auto stub = v1::Inference::NewStub(channel);
   auto info = FetchServerInfo(*stub, absl::Seconds(5));
   const auto ready = [](const v1::GroupInfo& group) { return group.ready(); };
   while (info.ok() && !std::all_of(info->groups().begin(), info->groups().end(), ready)) {
@@ -55,7 +56,8 @@ std::vector<std::string> RouterArguments(const ServerFlags& server, const GroupF
 }
 
 int RunWithOwnServer(const ServerFlags& server, const GroupFlags& group,
-                     std::vector<std::string> worker_arguments, const ClientFunction& client) {
+                     std::vector<std::string> worker_arguments,
+                     const GrpcChannelOptions& channel_options, const ClientFunction& client) {
   // Only with processes to stop: a mere client dies of its signals.
   TerminationSignals signals;
   Supervisor supervisor({.stall_timeout = group.stall_timeout, .max_failed_starts = 1});
@@ -79,8 +81,9 @@ int RunWithOwnServer(const ServerFlags& server, const GroupFlags& group,
   cluster.on_ready = [&](const std::string& address) {
     if (client_thread.joinable()) return;  // the router was restarted; its requests have failed
     client_thread = std::thread([&, address] {
-      PrintLayout(address, cancelled);
-      client_code = client(address, cancelled);
+      const auto channel = NewGrpcChannel(address, channel_options);
+      PrintLayout(channel, cancelled);
+      client_code = client(channel, cancelled);
       supervisor.RequestStop();
     });
   };
@@ -101,17 +104,26 @@ void ServerFlags::AddTo(OptionParser& parser) {
   parser.Group("Where");
   parser.Add("--address", &address,
              "A running router, HOST:PORT; without it, processes are started for this call");
+  connection.AddTo(parser);
+  parser.Group("Where");
   parser.Add("--skip-tokenizer-init", &skip_tokenizer_init,
              "No tokenizer: prompts are token ids, and no text comes back");
   prefill.AddTo(parser);
 }
 
-absl::Status CheckServerFlags(const ServerFlags& server, const GroupFlags& group,
-                              const OptionParser& parser) {
+absl::StatusOr<GrpcChannelOptions> CheckServerFlags(const ServerFlags& server,
+                                                    const GroupFlags& group,
+                                                    const OptionParser& parser) {
   if (!server.address) {
+    for (const char* name : {"--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"}) {
+      if (!parser.GivenAsFlag(name)) continue;
+      return absl::InvalidArgumentError(fmt::format(
+          "{} is for a server at --address; processes of our own are on this host", name));
+    }
     RETURN_IF_ERROR(group.Check());
     RETURN_IF_ERROR(server.prefill.Check(parser));
-    return RaiseFileLimit(kMinServerFiles);
+    RETURN_IF_ERROR(RaiseFileLimit(kMinServerFiles));
+    return server.connection.ChannelOptions();
   }
   std::vector<std::string> arguments = GroupFlags::Arguments(parser);
   arguments.insert(arguments.end(), {"--skip-tokenizer-init", "--prefill-tensor-parallel-size",
@@ -125,13 +137,15 @@ absl::Status CheckServerFlags(const ServerFlags& server, const GroupFlags& group
         fmt::format("{} is for processes of our own; the server at --address {} has its own", name,
                     *server.address));
   }
-  return absl::OkStatus();
+  return server.connection.ChannelOptions();
 }
 
 int RunClient(const ServerFlags& server, const GroupFlags& group, const OptionParser& parser,
-              const ClientFunction& client) {
-  if (server.address) return client(*server.address, /*cancelled=*/false);
-  return RunWithOwnServer(server, group, GroupFlags::Arguments(parser), client);
+              const GrpcChannelOptions& channel_options, const ClientFunction& client) {
+  if (server.address) {
+    return client(NewGrpcChannel(*server.address, channel_options), /*cancelled=*/false);
+  }
+  return RunWithOwnServer(server, group, GroupFlags::Arguments(parser), channel_options, client);
 }
 
 }  // namespace weft

@@ -103,9 +103,10 @@ void PrintSummary(const BatchStats& stats, std::size_t num_requests) {
 }
 
 // Sends the requests and prints what comes: a ClientFunction.
-int SendAndPrint(const std::string& address, const std::vector<v1::GenerateRequest>& requests,
-                 const GenerateFlags& flags, const std::atomic<bool>& cancelled) {
-  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
+int SendAndPrint(const std::shared_ptr<grpc::Channel>& channel,
+                 const std::vector<v1::GenerateRequest>& requests, const GenerateFlags& flags,
+                 const std::atomic<bool>& cancelled) {
+  const auto stub = v1::Inference::NewStub(channel);
   BatchOptions options = {.concurrency = static_cast<std::size_t>(flags.concurrency)};
   const bool one_text = flags.format == "text" && requests.size() == 1;
   if (one_text) {
@@ -149,16 +150,19 @@ int GenerateCommand(int argc, char** argv) {
 
   absl::StatusOr<std::vector<v1::GenerateRequest>> requests = flags.Requests();
   absl::Status status = requests.status();
-  if (status.ok()) status = CheckServerFlags(server, group, parser);
+  const absl::StatusOr<GrpcChannelOptions> channel_options =
+      CheckServerFlags(server, group, parser);
+  status.Update(channel_options.status());
   if (!status.ok()) {
     fmt::print(stderr, "weft generate: {}\n", std::string(status.message()));
     return kExitConfigError;
   }
   for (v1::GenerateRequest& request : *requests) request.set_model(group.served_model_name);
-  return RunClient(server, group, parser,
-                   [&](const std::string& address, const std::atomic<bool>& cancelled) {
-                     return SendAndPrint(address, *requests, flags, cancelled);
-                   });
+  return RunClient(
+      server, group, parser, *channel_options,
+      [&](const std::shared_ptr<grpc::Channel>& channel, const std::atomic<bool>& cancelled) {
+        return SendAndPrint(channel, *requests, flags, cancelled);
+      });
 }
 
 }  // namespace weft

@@ -2,6 +2,7 @@
 #include <string>
 
 #include "client/commands.h"
+#include "client/connection.h"
 #include "client/output.h"
 #include "client/server_info.h"
 #include "fmt/format.h"
@@ -16,15 +17,22 @@ int StatusCommand(int argc, char** argv) {
   std::string address = "127.0.0.1:50051";
   std::string format = "text";
   absl::Duration timeout = absl::Seconds(5);
+  ConnectionFlags connection;
   OptionParser parser("weft status", "What serves behind a router, and its load.");
   parser.Add("--address", &address, "The router: HOST:PORT or unix-abstract:NAME");
   parser.AddChoice("--format", &format, {"text", "json"}, "json: GetServerInfoResponse, one line");
   parser.Add("--timeout", &timeout, "How long to wait for an answer");
+  connection.AddTo(parser);
   if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
   InitLog("weft", "warn");
   InitGrpcLog();
 
-  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address));
+  const absl::StatusOr<GrpcChannelOptions> options = connection.ChannelOptions();
+  if (!options.ok()) {
+    fmt::print(stderr, "weft status: {}\n", std::string(options.status().message()));
+    return kExitConfigError;
+  }
+  const auto stub = v1::Inference::NewStub(NewGrpcChannel(address, *options));
   const auto info = FetchServerInfo(*stub, timeout);
   if (!info.ok()) {
     fmt::print(stderr, "weft status: {}: {}\n", address, std::string(info.status().message()));

@@ -103,8 +103,8 @@ struct ContinueCall {
 
 class GrpcLeaderClient final : public LeaderClient {
  public:
-  GrpcLeaderClient(const std::string& address, const GrpcTransportOptions& transport)
-      : stub_(v1::Worker::NewStub(NewGrpcChannel(address, transport))) {}
+  GrpcLeaderClient(const std::string& address, const GrpcChannelOptions& options)
+      : stub_(v1::Worker::NewStub(NewGrpcChannel(address, options))) {}
 
   std::shared_ptr<Stream> WatchState(WatchHandler& handler, bool block_changes) override {
     return std::make_shared<WatchStream>(*stub_, handler, block_changes);
@@ -129,8 +129,8 @@ class GrpcLeaderClient final : public LeaderClient {
 }  // namespace
 
 std::unique_ptr<LeaderClient> NewGrpcLeaderClient(const std::string& address,
-                                                  const GrpcTransportOptions& transport) {
-  return std::make_unique<GrpcLeaderClient>(address, transport);
+                                                  const GrpcChannelOptions& options) {
+  return std::make_unique<GrpcLeaderClient>(address, options);
 }
 
 }  // namespace weft

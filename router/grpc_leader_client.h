@@ -10,6 +10,6 @@ namespace weft {
 
 // A channel to the leader at `address`.
 std::unique_ptr<LeaderClient> NewGrpcLeaderClient(const std::string& address,
-                                                  const GrpcTransportOptions& transport);
+                                                  const GrpcChannelOptions& options);
 
 }  // namespace weft

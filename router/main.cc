@@ -31,6 +31,7 @@
 #include "server/router_flags.h"
 #include "server/signals.h"
 #include "server/supervisor_link.h"
+#include "server/tls.h"
 #include "server/version.h"
 
 namespace weft {
@@ -47,6 +48,7 @@ constexpr absl::Duration kStallTimeout = absl::Seconds(5);
 
 struct Flags : CommonFlags, RouterFlags {
   std::vector<std::string> groups;
+  TlsFiles worker_tls;
   MetricsFlags metrics;
   std::string simulate;
   SimulatedGroups simulated;
@@ -99,15 +101,16 @@ GrpcTransportOptions TransportOf(const Flags& flags) {
           .keepalive_timeout = flags.keepalive_timeout};
 }
 
-ClusterOptions ClusterOptionsOf(const Flags& flags, RoutingPolicy policy) {
+ClusterOptions ClusterOptionsOf(const Flags& flags, RoutingPolicy policy,
+                                const GrpcChannelOptions& channel) {
   return {.addresses = flags.groups,
           .link = {.heartbeat_timeout = ToChrono(flags.heartbeat_timeout),
                    .min_backoff = ToChrono(flags.min_reconnect_backoff),
                    .max_backoff = ToChrono(flags.max_reconnect_backoff),
                    .watch_blocks = policy == RoutingPolicy::kPrefixAware,
                    .connect =
-                       [transport = TransportOf(flags)](const std::string& address) {
-                         return NewGrpcLeaderClient(address, transport);
+                       [channel](const std::string& address) {
+                         return NewGrpcLeaderClient(address, channel);
                        }},
           .policy = policy,
           .request_tokens = flags.routing_request_tokens,
@@ -117,6 +120,7 @@ ClusterOptions ClusterOptionsOf(const Flags& flags, RoutingPolicy policy) {
 
 GrpcServerOptions ServerOptionsOf(const Flags& flags) {
   return {.listen_addresses = flags.ListenAddresses(),
+          .tls = flags.tls,
           .transport = TransportOf(flags),
           .min_ping_interval = flags.min_ping_interval,
           .max_connection_age = flags.max_connection_age,
@@ -168,6 +172,8 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
     return absl::InvalidArgumentError(fmt::format("--routing-policy is '{}'; it can be {}",
                                                   flags.routing_policy, kRoutingPolicies));
   }
+  GrpcChannelOptions channel = {.transport = TransportOf(flags)};
+  ASSIGN_OR_RETURN(channel.credentials, NewClientCredentials(flags.worker_tls));
   ASSIGN_OR_RETURN(const std::unique_ptr<Tokenizer> tokenizer, LoadTokenizer(flags));
 
   ASSIGN_OR_RETURN(const std::unique_ptr<ChatTemplate> chat_template, LoadChatTemplate(flags));
@@ -181,7 +187,7 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
                              .tokenizer = tokenizer.get(),
                              .chat_template = chat_template.get()};
   RequestRegistry registry(flags.max_requests);
-  Cluster cluster(ClusterOptionsOf(flags, *policy));
+  Cluster cluster(ClusterOptionsOf(flags, *policy, channel));
   TextPool text_pool(flags.tokenizer_threads, static_cast<std::size_t>(flags.max_queued_requests));
   context.registry = &registry;
   context.cluster = &cluster;
@@ -263,6 +269,10 @@ int Main(int argc, char** argv) {
   flags.metrics.AddTo(parser, "9400");
   parser.Add("--groups", &flags.groups,
              "Leaders of the groups: HOST:PORT or unix-abstract:NAME, several with commas");
+  flags.worker_tls.AddTo(parser, "--worker-",
+                         "Certificate that leaders see, if they ask for one: a PEM file",
+                         "Leaders are reached by TLS, and have a certificate of one of the CAs in "
+                         "this PEM file that names their host");
   AddSimulationTo(parser, flags);
   if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
   InitLog("weft-router", flags.log_level);

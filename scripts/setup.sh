@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 packages=(
   # tools
-  ccache clang-format cmake g++ git iproute2 ninja-build pkg-config procps python3-venv
+  ccache clang-format cmake g++ git iproute2 ninja-build openssl pkg-config procps python3-venv
   # libraries, and the generators that go with them
   libabsl-dev libcivetweb-dev libcli11-dev libfmt-dev libgrpc++-dev libhwy-dev libpcre2-dev
   libprotobuf-dev libspdlog-dev libssl-dev libucx-dev libutf8proc-dev nlohmann-json3-dev

@@ -16,8 +16,11 @@
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
+#include "grpcpp/support/client_interceptor.h"
 #include "server/base/log.h"
 #include "server/base/mutex.h"
+#include "server/base/status_macros.h"
+#include "server/tls.h"
 
 namespace weft {
 namespace {
@@ -130,6 +133,37 @@ void KeepChannel(std::shared_ptr<grpc::Channel> channel) {
   kept.push_back(std::move(channel));
 }
 
+// Adds the token to each call: call credentials do that as well, but only over TLS.
+class TokenInterceptor final : public grpc::experimental::Interceptor {
+ public:
+  explicit TokenInterceptor(const std::string& authorization) : authorization_(authorization) {}
+
+  void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
+    if (methods->QueryInterceptionHookPoint(
+            grpc::experimental::InterceptionHookPoints::PRE_SEND_INITIAL_METADATA)) {
+      methods->GetSendInitialMetadata()->emplace("authorization", authorization_);
+    }
+    methods->Proceed();
+  }
+
+ private:
+  const std::string& authorization_;
+};
+
+class TokenInterceptorFactory final : public grpc::experimental::ClientInterceptorFactoryInterface {
+ public:
+  explicit TokenInterceptorFactory(std::string_view token)
+      : authorization_(fmt::format("Bearer {}", token)) {}
+
+  grpc::experimental::Interceptor* CreateClientInterceptor(
+      grpc::experimental::ClientRpcInfo*) override {
+    return new TokenInterceptor(authorization_);
+  }
+
+ private:
+  const std::string authorization_;
+};
+
 }  // namespace
 
 GrpcServer::GrpcServer() = default;
@@ -143,17 +177,20 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(
   // Both are read when a builder is made.
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  std::unique_ptr<GrpcServer> server(new GrpcServer());
   grpc::ServerBuilder builder;
   std::vector<int> ports(options.listen_addresses.size(), 0);
   for (std::size_t i = 0; i < ports.size(); ++i) {
     const std::string& address = options.listen_addresses[i];
-    if (absl::Status status = CheckAddress(address); !status.ok()) return status;
-    builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &ports[i]);
+    RETURN_IF_ERROR(CheckAddress(address));
+    const bool local = address.starts_with(kAbstract);
+    ASSIGN_OR_RETURN(std::shared_ptr<grpc::ServerCredentials> credentials,
+                     NewServerCredentials(local ? TlsFiles() : options.tls));
+    builder.AddListeningPort(address, credentials, &ports[i]);
+    server->credentials_.push_back(std::move(credentials));
   }
   for (grpc::Service* service : services) builder.RegisterService(service);
   SetLimits(options, builder);
-
-  std::unique_ptr<GrpcServer> server(new GrpcServer());
   server->server_ = builder.BuildAndStart();
   if (server->server_ == nullptr) {
     const auto failed = std::find_if(ports.begin(), ports.end(), [](int p) { return p <= 0; });
@@ -186,13 +223,14 @@ void GrpcServer::Shutdown(absl::Duration deadline) {
 }
 
 std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
-                                              const GrpcTransportOptions& options) {
+                                              const GrpcChannelOptions& options) {
   KeepGrpcUp();
+  const GrpcTransportOptions& transport = options.transport;
   grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(MessageBytes(options));
-  arguments.SetMaxSendMessageSize(MessageBytes(options));
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(options.keepalive_interval));
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, Milliseconds(options.keepalive_timeout));
+  arguments.SetMaxReceiveMessageSize(MessageBytes(transport));
+  arguments.SetMaxSendMessageSize(MessageBytes(transport));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(transport.keepalive_interval));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, Milliseconds(transport.keepalive_timeout));
   arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
@@ -203,7 +241,14 @@ std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   // A channel of its own, so that a lost group's backoff is not another channel's.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  auto channel = grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> interceptors;
+  if (!options.bearer_token.empty()) {
+    interceptors.push_back(std::make_unique<TokenInterceptorFactory>(options.bearer_token));
+  }
+  const bool plain = options.credentials == nullptr || address.starts_with(kAbstract);
+  std::shared_ptr<grpc::Channel> channel = grpc::experimental::CreateCustomChannelWithInterceptors(
+      address, plain ? grpc::InsecureChannelCredentials() : options.credentials, arguments,
+      std::move(interceptors));
   KeepChannel(channel);
   return channel;
 }

@@ -9,11 +9,14 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "server/tls_files.h"
 
 // Forward: grpcpp headers are slow to compile.
 namespace grpc {
 class Channel;
+class ChannelCredentials;
 class Server;
+class ServerCredentials;
 class Service;
 }  // namespace grpc
 
@@ -29,6 +32,7 @@ struct GrpcTransportOptions {
 struct GrpcServerOptions {
   // "host:port" (port 0 picks a free one) or "unix-abstract:NAME"; at least one.
   std::vector<std::string> listen_addresses;
+  TlsFiles tls;  // of host:port addresses; a unix-abstract one does not leave this host
   GrpcTransportOptions transport;
   absl::Duration min_ping_interval = absl::Seconds(10);  // clients that ping faster are cut off
   // A connection older than this is asked to go; its calls have the grace to end. Balances load
@@ -39,6 +43,13 @@ struct GrpcServerOptions {
   std::int64_t memory_quota_bytes = 0;      // of gRPC's own buffers; 0: any
 };
 
+struct GrpcChannelOptions {
+  GrpcTransportOptions transport;
+  // Of NewClientCredentials(). Null, or a unix-abstract address: no TLS.
+  std::shared_ptr<grpc::ChannelCredentials> credentials;
+  std::string bearer_token;  // goes with each call; empty: none
+};
+
 // A running gRPC server with reflection and grpc.health.v1, where the service "" is liveness and
 // answers SERVING from the start until Shutdown(); others are unknown until SetServing().
 //
@@ -47,7 +58,7 @@ class GrpcServer {
  public:
   // Listens and serves `services`, which outlive the server. UNAVAILABLE when an address cannot be
   // listened on, because it is in use (ports are never shared) or not ours; INVALID_ARGUMENT when
-  // it does not parse.
+  // it does not parse, and for files of TLS that cannot be used.
   static absl::StatusOr<std::unique_ptr<GrpcServer>> Start(
       const GrpcServerOptions& options, absl::Span<grpc::Service* const> services);
   // As Shutdown(absl::ZeroDuration()).
@@ -67,13 +78,14 @@ class GrpcServer {
   GrpcServer();
 
   std::vector<std::string> addresses_;
+  std::vector<std::shared_ptr<grpc::ServerCredentials>> credentials_;  // which gRPC does not hold
   std::unique_ptr<grpc::Server> server_;
 };
 
-// A channel to such a server, without transport security. Connects again within about a second
-// when the server is back; ignores http_proxy.
+// A channel to such a server. Connects again within about a second when the server is back; ignores
+// http_proxy.
 std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
-                                              const GrpcTransportOptions& options = {});
+                                              const GrpcChannelOptions& options = {});
 
 // Sends the log lines of gRPC and protobuf to ours, at debug level. Call once, after InitLog().
 void InitGrpcLog();

@@ -20,6 +20,9 @@ constexpr std::string_view kNames[] = {
     "--host",
     "--port",
     "--listen",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+    "--ssl-ca-certs",
     "--skip-tokenizer-init",
     "--tokenizer-threads",
     "--max-prompt-bytes",
@@ -64,6 +67,10 @@ void RouterFlags::AddTo(OptionParser& parser) {
   parser.Add("--port,-p", &port, "0 picks a free one", Range(0, 65535));
   parser.Add("--listen", &listen,
              "Instead of --host and --port: HOST:PORT or unix-abstract:NAME, several with commas");
+  tls.AddTo(parser, "--",
+            "Clients connect by TLS and see this certificate: a PEM file, with those between it "
+            "and a CA behind it. Taken anew when it changes, as all files of TLS",
+            "Clients need a certificate of one of the CAs in this PEM file");
   parser.Add("--skip-tokenizer-init", &skip_tokenizer_init,
              "No tokenizer: prompts are token ids, and no text comes back");
   parser.Add("--tokenizer-threads", &tokenizer_threads, "Threads that tokenize prompts",

@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/options.h"
+#include "server/tls_files.h"
 
 namespace weft {
 
@@ -16,6 +17,7 @@ struct RouterFlags {
   std::string host = "127.0.0.1";
   std::int32_t port = 50051;
   std::vector<std::string> listen;  // instead of host and port
+  TlsFiles tls;                     // of clients' connections
 
   bool skip_tokenizer_init = false;
   std::int32_t tokenizer_threads = 2;

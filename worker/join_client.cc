@@ -4,14 +4,13 @@
 #include <utility>
 
 #include "fmt/format.h"
-#include "server/grpc_server.h"
 #include "server/grpc_status.h"
 
 namespace weft {
 
-JoinClient::JoinClient(const std::string& leader_address)
+JoinClient::JoinClient(const std::string& leader_address, const GrpcChannelOptions& options)
     : leader_address_(leader_address),
-      channel_(NewGrpcChannel(leader_address)),
+      channel_(NewGrpcChannel(leader_address, options)),
       stub_(v1::Worker::NewStub(channel_)) {}
 
 JoinClient::~JoinClient() {
@@ -23,8 +22,11 @@ absl::StatusOr<GroupAgreement> JoinClient::Join(const RankOffer& offer, const v1
                                                 absl::Duration timeout) {
   if (!channel_->WaitForConnected(std::chrono::system_clock::now() +
                                   absl::ToChronoNanoseconds(timeout))) {
-    return absl::UnavailableError(fmt::format("no leader listens at {} after {} (--join-timeout)",
-                                              leader_address_, absl::FormatDuration(timeout)));
+    // A call that does not wait says why: nobody listens, or TLS does not agree.
+    const absl::Status why = FromGrpcStatus(stub_->Join(&context_)->Finish());
+    return absl::UnavailableError(fmt::format("no leader at {} after {} (--join-timeout): {}",
+                                              leader_address_, absl::FormatDuration(timeout),
+                                              std::string(why.message())));
   }
   stream_ = stub_->Join(&context_);
   v1::JoinRequest request;

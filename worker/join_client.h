@@ -10,6 +10,7 @@
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
 #include "server/base/mutex.h"
+#include "server/grpc_server.h"
 #include "weft/v1/worker.grpc.pb.h"
 #include "worker/engine/kv_report.h"
 #include "worker/group/join.h"
@@ -21,7 +22,7 @@ namespace weft {
 // Send().
 class JoinClient {
  public:
-  explicit JoinClient(const std::string& leader_address);
+  JoinClient(const std::string& leader_address, const GrpcChannelOptions& options);
   // Ends the stream.
   ~JoinClient();
 

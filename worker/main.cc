@@ -19,6 +19,7 @@
 #include "server/signals.h"
 #include "server/supervisor.h"
 #include "server/supervisor_link.h"
+#include "server/tls_files.h"
 #include "worker/rank_process.h"
 
 namespace weft {
@@ -30,6 +31,7 @@ struct Flags : GroupFlags {
   std::optional<std::int32_t> local_ranks;
   std::string leader_address;
   std::vector<std::string> listen = {"0.0.0.0:50052"};
+  TlsFiles tls;
   absl::Duration join_timeout = absl::Minutes(30);
   absl::Duration drain_timeout = absl::Seconds(30);
   std::int32_t max_failed_starts = 0;
@@ -47,6 +49,12 @@ struct Flags : GroupFlags {
     parser.Add("--leader-address", &leader_address, "Where rank 0 listens, for the other ranks");
     parser.Add("--listen", &listen,
                "Where the leader listens, comma-separated: host:port or unix-abstract:NAME");
+    tls.AddTo(parser, "--",
+              "Certificate of this rank, which routers and followers see at the leader, and the "
+              "leader at a follower if it asks: a PEM file, with those between it and a CA behind "
+              "it. With it the leader is reached by TLS",
+              "PEM file with CAs. The leader wants a certificate of one from all who connect; a "
+              "follower connects by TLS, to a leader with a certificate of one");
     parser.Add("--join-timeout", &join_timeout,
                "How long ranks wait for each other to have loaded; a rank that waits longer fails");
     parser.Add("--drain-timeout", &drain_timeout,
@@ -112,6 +120,9 @@ int Supervise(const Flags& flags, const OptionParser& parser, TerminationSignals
     if (rank == 0) {
       for (const std::string& address : flags.listen) command.push_back("--listen=" + address);
       command.push_back("--listen=" + join_address);
+      command.push_back("--ssl-certfile=" + flags.tls.certfile);
+      command.push_back("--ssl-keyfile=" + flags.tls.keyfile);
+      command.push_back("--ssl-ca-certs=" + flags.tls.ca_certs);
     } else {
       command.push_back("--leader-address=" + join_address);
     }
@@ -155,6 +166,7 @@ int Main(int argc, char** argv) {
                          .local_ranks = flags.local_ranks.value_or(1),
                          .listen = flags.listen,
                          .leader_address = flags.leader_address,
+                         .tls = flags.tls,
                          .join_timeout = flags.join_timeout,
                          .drain_timeout = flags.drain_timeout,
                          .metrics = flags.metrics},

@@ -23,6 +23,7 @@
 #include "server/base/status_macros.h"
 #include "server/grpc_server.h"
 #include "server/ticker.h"
+#include "server/tls.h"
 #include "worker/join_client.h"
 #include "worker/leader.h"
 #include "worker/rank.h"
@@ -370,7 +371,7 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
                         });
   grpc::Service* services[] = {&service};
   absl::StatusOr<std::unique_ptr<GrpcServer>> server =
-      GrpcServer::Start({.listen_addresses = options.listen}, services);
+      GrpcServer::Start({.listen_addresses = options.listen, .tls = options.tls}, services);
   if (!server.ok()) {
     Fail(options, server.status());
     return kExitConfigError;
@@ -457,6 +458,8 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
 }
 
 int RunFollower(const RankProcessOptions& options, SignalWatch& signals, SupervisorLink& link) {
+  auto credentials = NewClientCredentials(options.tls);
+  if (!credentials.ok()) return Fail(options, credentials.status());
   RankProcess process(options, link);
   if (absl::Status started = process.StartMetrics(); !started.ok()) {
     Fail(options, started);
@@ -465,7 +468,7 @@ int RunFollower(const RankProcessOptions& options, SignalWatch& signals, Supervi
   if (absl::Status loaded = process.Load(); !loaded.ok()) return Fail(options, loaded);
 
   spdlog::info("joining the leader at {}", options.leader_address);
-  JoinClient join(options.leader_address);
+  JoinClient join(options.leader_address, {.credentials = *std::move(credentials)});
   absl::StatusOr<GroupAgreement> agreement =
       join.Join(process.Offer(), process.Info(), options.join_timeout);
   if (!agreement.ok()) return Fail(options, agreement.status());

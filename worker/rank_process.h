@@ -10,6 +10,7 @@
 #include "server/metrics_server.h"
 #include "server/signals.h"
 #include "server/supervisor_link.h"
+#include "server/tls_files.h"
 
 namespace weft {
 
@@ -23,6 +24,7 @@ struct RankProcessOptions {
   std::int32_t local_ranks = 1;                     // that share this host's cores and memory
   std::vector<std::string> listen;                  // leader: where routers and followers reach it
   std::string leader_address;                       // followers
+  TlsFiles tls;                                     // of the leader's server, or to reach it
   absl::Duration join_timeout = absl::Minutes(30);  // for all ranks to have loaded
   absl::Duration drain_timeout = absl::Seconds(30);
   MetricsFlags metrics;

@@ -7,7 +7,7 @@
 #include "absl/status/status.h"
 #include "router/text/jinja_template.h"
 #include "router/text/json_cursor.h"
-#include "router/text/read_file.h"
+#include "server/base/read_file.h"
 #include "server/base/status_macros.h"
 
 namespace weft {

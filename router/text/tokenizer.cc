@@ -10,9 +10,9 @@
 
 #include "absl/status/status.h"
 #include "router/text/byte_level.h"
-#include "router/text/read_file.h"
 #include "router/text/tokenizer_json.h"
 #include "router/text/utf8.h"
+#include "server/base/read_file.h"
 #include "server/base/status_macros.h"
 
 namespace weft {

@@ -24,8 +24,12 @@ def channel_options(options):
 class Api:
     """One channel to a router. Requests are dicts, as in JSON; answers are messages."""
 
-    def __init__(self, address, options=()):
-        self.channel = grpc.insecure_channel(address, options=channel_options(options))
+    def __init__(self, address, options=(), credentials=None, metadata=()):
+        """`metadata` goes with each call of Inference."""
+        options = channel_options(options)
+        self.channel = (grpc.secure_channel(address, credentials, options) if credentials
+                        else grpc.insecure_channel(address, options))
+        self.metadata = metadata
         self.database = ProtoReflectionDescriptorDatabase(self.channel)
         self.pool = descriptor_pool.DescriptorPool(self.database)
         self.service = self.pool.FindServiceByName(INFERENCE)
@@ -44,7 +48,7 @@ class Api:
         make = self.channel.unary_stream if method.server_streaming else self.channel.unary_unary
         call = make(f"/{INFERENCE}/{name}", request_serializer=None if raw else request.SerializeToString,
                     response_deserializer=response.FromString)
-        return call if raw else (lambda fields, **options: call(request(**fields), **options))
+        return call if raw else (lambda fields, **options: call(request(**fields), metadata=self.metadata, **options))
 
     def call(self, name, fields=None, **options):
         return self.callable(name)(fields or {}, timeout=60, **options)

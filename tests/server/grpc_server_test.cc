@@ -66,10 +66,10 @@ class GrpcServerTest : public ::testing::Test {
     options.listen_addresses = std::move(addresses);
     return GrpcServer::Start(options, services);
   }
-  static absl::Status Call(const std::string& address, GrpcTransportOptions options = {}) {
+  static absl::Status Call(const std::string& address, GrpcTransportOptions transport = {}) {
     grpc::ClientContext context;
     v1::GetServerInfoResponse response;
-    return FromGrpcStatus(v1::Inference::NewStub(NewGrpcChannel(address, options))
+    return FromGrpcStatus(v1::Inference::NewStub(NewGrpcChannel(address, {.transport = transport}))
                               ->GetServerInfo(&context, {}, &response));
   }
 

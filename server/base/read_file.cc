@@ -1,4 +1,4 @@
-#include "router/text/read_file.h"
+#include "server/base/read_file.h"
 
 #include <fmt/format.h>
 
