@@ -216,8 +216,9 @@ BenchServer FetchTotals(v1::Inference::Stub& stub) {
 }
 
 // Sends the load and prints the result: a ClientFunction.
-int SendAndMeasure(const std::shared_ptr<grpc::Channel>& channel, const BenchFlags& flags, const std::string& model,
-                   std::vector<v1::GenerateRequest> requests, const std::atomic<bool>& cancelled) {
+int SendAndMeasure(const std::shared_ptr<grpc::Channel>& channel, const BenchFlags& flags,
+                   const std::string& model, std::vector<v1::GenerateRequest> requests,
+                   const std::atomic<bool>& cancelled) {
   const auto stub = v1::Inference::NewStub(channel);
   const BenchServer before = FetchTotals(*stub);
   const BenchResult result = flags.dataset == "agentic"

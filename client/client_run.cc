@@ -45,6 +45,7 @@ std::vector<std::string> RouterArguments(const ServerFlags& server, const GroupF
       "--queue-timeout=inf",  // an unready group says so by itself
       "--drain-timeout=0s",   // whoever stops us does not wait for the rest
       "--metrics-port=-1",
+      "--api-keys-file=",  // not that of a router elsewhere
   };
   if (!group.served_model_name.empty()) {
     arguments.push_back("--served-model-name=" + group.served_model_name);

@@ -4,6 +4,7 @@
 #include <random>
 #include <utility>
 
+#include "absl/time/clock.h"
 #include "fmt/format.h"
 #include "router/text/bad_words.h"
 #include "server/base/status_macros.h"
@@ -57,6 +58,11 @@ StreamWriterOptions<v1::GenerateResponse> ResponseStreamOptions(const GenerateCo
               context.metrics != nullptr ? context.metrics->stream_buffer_bytes() : nullptr};
 }
 
+// No name of a tenant has a slash.
+std::string NameOf(const Tenant* tenant, std::string_view name) {
+  return tenant == nullptr ? std::string(name) : fmt::format("{}/{}", tenant->name(), name);
+}
+
 absl::StatusOr<std::vector<std::int32_t>> EncodeText(const GenerateContext& context,
                                                      const std::string& text) {
   return context.tokenizer->Encode(text, /*add_special_tokens=*/false);
@@ -78,20 +84,17 @@ absl::StatusOr<std::vector<std::int32_t>> EncodeChat(const GenerateContext& cont
 }
 
 GenerateCall::GenerateCall(const GenerateContext& context, v1::GenerateRequest request,
-                           std::chrono::system_clock::time_point deadline)
-    : context_(context), request_(std::move(request)), deadline_(deadline) {}
+                           std::chrono::system_clock::time_point deadline,
+                           std::shared_ptr<Tenant> tenant)
+    : context_(context),
+      tenant_(std::move(tenant)),
+      request_(std::move(request)),
+      deadline_(deadline) {}
 
 void GenerateCall::Start(std::shared_ptr<Writer> writer) {
   writer_ = std::move(writer);
-  if (absl::Status status = ValidateRequest(request_, context_.limits); !status.ok()) {
-    writer_->Finish(std::move(status));
-    return;
-  }
-  if (request_.request_id().empty()) {
-    request_.set_request_id(fmt::format("{:016x}{:016x}", DrawUint64(), DrawUint64()));
-  }
-  if (absl::Status status = context_.registry->Add(request_.request_id(), weak_from_this());
-      !status.ok()) {
+  if (absl::Status status = Admit(); !status.ok()) {
+    place_ = nullptr;
     writer_->Finish(std::move(status));
     return;
   }
@@ -112,6 +115,19 @@ void GenerateCall::Start(std::shared_ptr<Writer> writer) {
     }
   });
   if (!accepted.ok()) End(std::move(accepted));
+}
+
+absl::Status GenerateCall::Admit() {
+  RETURN_IF_ERROR(ValidateRequest(request_, context_.limits));
+  if (request_.request_id().empty()) {
+    request_.set_request_id(fmt::format("{:016x}{:016x}", DrawUint64(), DrawUint64()));
+  }
+  key_ = NameOf(tenant_.get(), request_.request_id());
+  request_.set_cache_salt(NameOf(tenant_.get(), request_.cache_salt()));
+  if (tenant_ != nullptr) {
+    ASSIGN_OR_RETURN(place_, tenant_->StartRequest(absl::Now()));
+  }
+  return context_.registry->Add(key_, weak_from_this());
 }
 
 absl::Status GenerateCall::Tokenize() {
@@ -156,6 +172,14 @@ void GenerateCall::MakeSamples() {
 }
 
 void GenerateCall::StartSamples() {
+  if (tenant_ != nullptr) {
+    const std::size_t tokens = prompt_.size() + request_.resume().ids().size();
+    if (absl::Status status = tenant_->TakePrompt(static_cast<std::int64_t>(tokens), absl::Now());
+        !status.ok()) {
+      End(std::move(status));
+      return;
+    }
+  }
   MakeSamples();
   if (v1::GenerateResponse message;
       samples_[0]->output().Resume(request_.resume().ids(), message)) {
@@ -184,7 +208,7 @@ absl::StatusOr<v1::WorkerGenerateRequest> GenerateCall::MakeWorkerRequest(
   v1::WorkerGenerateRequest request;
   // Each sample is a request of its own there. The number comes first and always: so no id of a
   // client makes the same name.
-  request.set_request_id(fmt::format("{}:{}", index, request_.request_id()));
+  request.set_request_id(fmt::format("{}:{}", index, key_));
   request.mutable_prompt_token_ids()->Add(prompt_.begin(), prompt_.end());
   *request.mutable_resume_token_ids() = request_.resume().ids();
   request.mutable_resume_token_ids()->Add(produced.begin(), produced.end());
@@ -204,6 +228,7 @@ absl::StatusOr<v1::WorkerGenerateRequest> GenerateCall::MakeWorkerRequest(
 
 void GenerateCall::OnSampleMessage(v1::GenerateResponse message) {
   message.set_request_id(request_.request_id());
+  if (tenant_ != nullptr) tenant_->AddCompletion(message.token_ids_size(), absl::Now());
   bool open = false;
   {
     MutexLock lock(write_mutex_);
@@ -255,7 +280,8 @@ void GenerateCall::End(absl::Status status) {
     started = started_;
   }
   // Before the client learns of it: it may send the id again at once.
-  context_.registry->Remove(request_.request_id());
+  context_.registry->Remove(key_);
+  place_ = nullptr;
   writer_->Finish(std::move(status));
   if (started) CancelSamples();
 }

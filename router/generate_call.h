@@ -10,6 +10,7 @@
 #include "router/request_registry.h"
 #include "router/router_metrics.h"
 #include "router/sample_call.h"
+#include "router/tenants.h"
 #include "router/text/chat_template.h"
 #include "router/text/tokenizer.h"
 #include "router/text_pool.h"
@@ -33,6 +34,7 @@ struct GenerateContext {
   Cluster* cluster = nullptr;
   RequestRegistry* registry = nullptr;
   RouterMetrics* metrics = nullptr;  // may be null
+  Tenants* tenants = nullptr;        // null without --api-keys-file: everybody may
   std::string metrics_address;       // for GetServerInfo
 };
 
@@ -45,8 +47,11 @@ class GenerateCall final : public SampleCall::Owner,
  public:
   using Writer = StreamWriter<v1::GenerateResponse>;
 
+  // `tenant` is null when the router knows none. Request ids and cached prefixes are a tenant's
+  // own.
   GenerateCall(const GenerateContext& context, v1::GenerateRequest request,
-               std::chrono::system_clock::time_point deadline);
+               std::chrono::system_clock::time_point deadline,
+               std::shared_ptr<Tenant> tenant = nullptr);
 
   // Once. The outcome, errors included, goes to `writer`.
   void Start(std::shared_ptr<Writer> writer);
@@ -65,6 +70,8 @@ class GenerateCall final : public SampleCall::Owner,
   void OnSampleMessage(v1::GenerateResponse message) override;
   void OnSampleEnd(std::int32_t index, absl::Status status) override;
 
+  // Until StartSamples(): what has to be so before anything is computed.
+  absl::Status Admit();
   // Text to token ids, of the prompt and of bad words.
   absl::Status Tokenize();
   void StartSamples();
@@ -72,9 +79,12 @@ class GenerateCall final : public SampleCall::Owner,
   void CancelSamples();
 
   const GenerateContext& context_;
+  const std::shared_ptr<Tenant> tenant_;
   // Until the samples start: request id and seed are drawn, text becomes token ids in prompt_.
   v1::GenerateRequest request_;
   const std::chrono::system_clock::time_point deadline_;
+  std::string key_;                       // of the request id in the registry
+  std::unique_ptr<Tenant::Place> place_;  // until End()
   std::shared_ptr<Writer> writer_;
   std::vector<std::int32_t> prompt_;
   std::vector<std::unique_ptr<SampleCall>> samples_;
@@ -91,6 +101,10 @@ class GenerateCall final : public SampleCall::Owner,
 
 // How waiting responses are bounded and merged; on_cancel is left to the caller.
 StreamWriterOptions<v1::GenerateResponse> ResponseStreamOptions(const GenerateContext& context);
+
+// What a request id or a cache salt is called beyond this router's clients: a tenant's own.
+// `tenant` may be null.
+std::string NameOf(const Tenant* tenant, std::string_view name);
 
 // The token ids of a prompt: of text as it stands, of a chat rendered with the model's template.
 absl::StatusOr<std::vector<std::int32_t>> EncodeText(const GenerateContext& context,

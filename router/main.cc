@@ -17,11 +17,12 @@
 #include "router/router_service.h"
 #include "router/simulate.h"
 #include "router/status_page.h"
+#include "router/tenants.h"
 #include "router/text/chat_template.h"
-#include "router/text/read_file.h"
 #include "router/text/tokenizer.h"
 #include "router/text_pool.h"
 #include "server/base/log.h"
+#include "server/base/read_file.h"
 #include "server/base/status_macros.h"
 #include "server/file_limit.h"
 #include "server/group_flags.h"
@@ -31,6 +32,7 @@
 #include "server/router_flags.h"
 #include "server/signals.h"
 #include "server/supervisor_link.h"
+#include "server/ticker.h"
 #include "server/tls.h"
 #include "server/version.h"
 
@@ -39,6 +41,7 @@ namespace {
 
 // How late health checks may learn that the first group came or the last one went.
 constexpr absl::Duration kReadinessInterval = absl::Milliseconds(20);
+constexpr auto kReloadInterval = std::chrono::seconds(1);
 // For what is not Generate, once those have ended.
 constexpr absl::Duration kLastCalls = absl::Seconds(1);
 
@@ -53,6 +56,12 @@ struct Flags : CommonFlags, RouterFlags {
   std::string simulate;
   SimulatedGroups simulated;
 };
+
+// Null without --api-keys-file.
+absl::StatusOr<std::unique_ptr<Tenants>> LoadTenants(const Flags& flags) {
+  if (flags.api_keys_file.empty()) return nullptr;
+  return Tenants::Load(flags.api_keys_file);
+}
 
 // Null with --skip-tokenizer-init.
 absl::StatusOr<std::unique_ptr<Tokenizer>> LoadTokenizer(const Flags& flags) {
@@ -174,6 +183,7 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   }
   GrpcChannelOptions channel = {.transport = TransportOf(flags)};
   ASSIGN_OR_RETURN(channel.credentials, NewClientCredentials(flags.worker_tls));
+  ASSIGN_OR_RETURN(const std::unique_ptr<Tenants> tenants, LoadTenants(flags));
   ASSIGN_OR_RETURN(const std::unique_ptr<Tokenizer> tokenizer, LoadTokenizer(flags));
 
   ASSIGN_OR_RETURN(const std::unique_ptr<ChatTemplate> chat_template, LoadChatTemplate(flags));
@@ -193,6 +203,9 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   context.cluster = &cluster;
   context.text_pool = &text_pool;
   context.metrics = &metrics;
+  context.tenants = tenants.get();
+  std::optional<Ticker> reload;
+  if (tenants != nullptr) reload.emplace(kReloadInterval, [&tenants] { tenants->Reload(); });
   const auto reader = metrics.Read(cluster, text_pool);
   ASSIGN_OR_RETURN(const std::unique_ptr<MetricsServer> metrics_server,
                    MetricsServer::Start(flags.metrics, kDefaultMetricsPort, metric_registry));

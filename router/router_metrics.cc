@@ -41,7 +41,8 @@ RouterMetrics::RouterMetrics(MetricRegistry& registry)
       retries_(registry.Get(metrics::kRouterRetries)),
       replays_(registry.Get(metrics::kRouterReplays)) {}
 
-void RouterMetrics::OnEnd(const absl::Status& status, v1::FinishReason finish_reason, bool sent) {
+void RouterMetrics::OnEnd(const absl::Status& status, v1::FinishReason finish_reason, bool sent,
+                          const std::string& tenant) {
   in_flight_.fetch_sub(1, std::memory_order_relaxed);
   if (!status.ok() && !absl::IsCancelled(status)) recent_errors_.Add(status);
   const std::string outcome = absl::StatusCodeToString(status.code());
@@ -51,7 +52,9 @@ void RouterMetrics::OnEnd(const absl::Status& status, v1::FinishReason finish_re
         .Increment();
   }
   if (reason.empty()) reason = "none";
-  registry_.Get(metrics::kRouterRequests, {{"outcome", outcome}, {"reason", reason}}).Increment();
+  MetricLabels labels = {{"outcome", outcome}, {"reason", reason}};
+  if (!tenant.empty()) labels["tenant"] = tenant;
+  registry_.Get(metrics::kRouterRequests, labels).Increment();
 }
 
 void RouterMetrics::OnHandoff(const char* outcome) {

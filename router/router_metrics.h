@@ -22,8 +22,9 @@ class RouterMetrics {
   // A Generate call has come.
   void OnRequest() { in_flight_.fetch_add(1, std::memory_order_relaxed); }
   // It has ended with `status` and, if its stream said so, `finish_reason`; `sent` is whether its
-  // stream had a message.
-  void OnEnd(const absl::Status& status, v1::FinishReason finish_reason, bool sent);
+  // stream had a message; `tenant` is empty when the router knows none.
+  void OnEnd(const absl::Status& status, v1::FinishReason finish_reason, bool sent,
+             const std::string& tenant = "");
   // It is placed again.
   void OnRetry() { retries_.Increment(); }
   // It goes on elsewhere.

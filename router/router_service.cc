@@ -100,32 +100,44 @@ void RouterService::Drain(absl::Duration timeout) {
   absl::SleepFor(kLinger);
 }
 
+// Whose call it is: null when the router knows no tenants.
+absl::StatusOr<std::shared_ptr<Tenant>> RouterService::Authenticate(
+    const grpc::CallbackServerContext& call) const {
+  if (context_.tenants == nullptr) return std::shared_ptr<Tenant>();
+  return context_.tenants->Authenticate(BearerToken(call));
+}
+
 // Counts a call, now and when it ends.
-ResponseStream::EndHandler RouterService::EndHandler(
-    std::chrono::system_clock::time_point deadline) {
+ResponseStream::EndHandler RouterService::EndHandler(std::chrono::system_clock::time_point deadline,
+                                                     const Tenant* tenant) {
   RouterMetrics* const metrics = context_.metrics;
   if (metrics == nullptr) return nullptr;
   metrics->OnRequest();
-  return [metrics, deadline](const absl::Status& status, v1::FinishReason last, bool sent) {
+  return [metrics, deadline, name = tenant == nullptr ? "" : tenant->name()](
+             const absl::Status& status, v1::FinishReason last, bool sent) {
     // gRPC cancels a call whose deadline passes.
     const bool late = absl::IsCancelled(status) && std::chrono::system_clock::now() >= deadline;
-    metrics->OnEnd(late ? absl::DeadlineExceededError("") : status, last, sent);
+    metrics->OnEnd(late ? absl::DeadlineExceededError("") : status, last, sent, name);
   };
 }
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* RouterService::Generate(
     grpc::CallbackServerContext* call, const grpc::ByteBuffer* request) {
+  const absl::StatusOr<std::shared_ptr<Tenant>> admitted = Authenticate(*call);
+  const std::shared_ptr<Tenant> tenant = admitted.ok() ? *admitted : nullptr;
   v1::GenerateRequest parsed;
-  absl::Status status = ParseRequest(*request, parsed);
+  absl::Status status = admitted.status();
+  if (status.ok()) status = ParseRequest(*request, parsed);
   const std::uint64_t first_seq = parsed.resume_seq();
-  auto generate = std::make_shared<GenerateCall>(context_, std::move(parsed), call->deadline());
+  auto generate =
+      std::make_shared<GenerateCall>(context_, std::move(parsed), call->deadline(), tenant);
 
   StreamWriterOptions<v1::GenerateResponse> options = ResponseStreamOptions(context_);
   options.on_cancel = [weak = std::weak_ptr<GenerateCall>(generate)] {
     if (const auto alive = weak.lock()) alive->End(absl::CancelledError("cancelled by the client"));
   };
   auto* stream = new ResponseStream(*context_.registry, first_seq, std::move(options),
-                                    EndHandler(call->deadline()));
+                                    EndHandler(call->deadline(), tenant.get()));
   if (status.ok()) {
     generate->Start(stream->writer());
   } else {
@@ -134,45 +146,49 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* RouterService::Generate(
   return stream;
 }
 
-grpc::ServerUnaryReactor* RouterService::Abort(grpc::CallbackServerContext* /*call*/,
+grpc::ServerUnaryReactor* RouterService::Abort(grpc::CallbackServerContext* call,
                                                const grpc::ByteBuffer* request,
                                                grpc::ByteBuffer* response) {
+  const absl::StatusOr<std::shared_ptr<Tenant>> tenant = Authenticate(*call);
   return UnaryCall<v1::AbortRequest, v1::AbortResponse>::Start(
-      *request, response, nullptr, [this](const v1::AbortRequest& abort, v1::AbortResponse&) {
-        if (const auto found = context_.registry->Find(abort.request_id())) found->Abort();
+      tenant.status(), *request, response, nullptr,
+      [this, tenant](const v1::AbortRequest& abort, v1::AbortResponse&) {
+        const std::string key = NameOf(tenant->get(), abort.request_id());
+        if (const auto found = context_.registry->Find(key)) found->Abort();
         return absl::OkStatus();
       });
 }
 
-grpc::ServerUnaryReactor* RouterService::Tokenize(grpc::CallbackServerContext* /*call*/,
+grpc::ServerUnaryReactor* RouterService::Tokenize(grpc::CallbackServerContext* call,
                                                   const grpc::ByteBuffer* request,
                                                   grpc::ByteBuffer* response) {
   return UnaryCall<v1::TokenizeRequest, v1::TokenizeResponse>::Start(
-      *request, response, context_.text_pool,
+      Authenticate(*call).status(), *request, response, context_.text_pool,
       [this](const auto& in, auto& out) { return DoTokenize(context_, in, out); });
 }
 
-grpc::ServerUnaryReactor* RouterService::Detokenize(grpc::CallbackServerContext* /*call*/,
+grpc::ServerUnaryReactor* RouterService::Detokenize(grpc::CallbackServerContext* call,
                                                     const grpc::ByteBuffer* request,
                                                     grpc::ByteBuffer* response) {
   return UnaryCall<v1::DetokenizeRequest, v1::DetokenizeResponse>::Start(
-      *request, response, context_.text_pool,
+      Authenticate(*call).status(), *request, response, context_.text_pool,
       [this](const auto& in, auto& out) { return DoDetokenize(context_, in, out); });
 }
 
-grpc::ServerUnaryReactor* RouterService::GetModelInfo(grpc::CallbackServerContext* /*call*/,
+grpc::ServerUnaryReactor* RouterService::GetModelInfo(grpc::CallbackServerContext* call,
                                                       const grpc::ByteBuffer* request,
                                                       grpc::ByteBuffer* response) {
   return UnaryCall<v1::GetModelInfoRequest, v1::GetModelInfoResponse>::Start(
-      *request, response, nullptr,
+      Authenticate(*call).status(), *request, response, nullptr,
       [this](const auto&, auto& out) { return DescribeModel(context_, out); });
 }
 
-grpc::ServerUnaryReactor* RouterService::GetServerInfo(grpc::CallbackServerContext* /*call*/,
+grpc::ServerUnaryReactor* RouterService::GetServerInfo(grpc::CallbackServerContext* call,
                                                        const grpc::ByteBuffer* request,
                                                        grpc::ByteBuffer* response) {
   return UnaryCall<v1::GetServerInfoRequest, v1::GetServerInfoResponse>::Start(
-      *request, response, nullptr, [this](const auto&, v1::GetServerInfoResponse& out) {
+      Authenticate(*call).status(), *request, response, nullptr,
+      [this](const auto&, v1::GetServerInfoResponse& out) {
         out.set_version(std::string(Version()));
         out.set_metrics_address(context_.metrics_address);
         for (const auto& group : context_.cluster->Snapshot()->groups) {

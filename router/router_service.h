@@ -14,6 +14,8 @@ namespace weft {
 // weft.v1.Inference: the public face of the router. `context` outlives the server and whatever
 // context.text_pool and context.cluster still run.
 //
+// With tenants, every call needs the key of one ("authorization: Bearer KEY").
+//
 // Every method is a raw one, so that a request that does not parse gets an answer of ours.
 class RouterService final
     : public v1::Inference::WithRawCallbackMethod_Generate<
@@ -48,7 +50,10 @@ class RouterService final
                                           grpc::ByteBuffer* response) override;
 
  private:
-  ResponseStream::EndHandler EndHandler(std::chrono::system_clock::time_point deadline);
+  absl::StatusOr<std::shared_ptr<Tenant>> Authenticate(
+      const grpc::CallbackServerContext& call) const;
+  ResponseStream::EndHandler EndHandler(std::chrono::system_clock::time_point deadline,
+                                        const Tenant* tenant);
 
   const GenerateContext& context_;
 };

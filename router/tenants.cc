@@ -60,9 +60,8 @@ absl::StatusOr<std::vector<SecretDigest>> ReadKeys(const Json& tenant) {
   std::vector<SecretDigest> keys;
   for (const Json& key : *found) {
     if (!key.is_string() || !IsSecret(key.get_ref<const std::string&>())) {
-      return absl::InvalidArgumentError(
-          fmt::format("api_keys[{}] is not a text of 1 to 4096 visible ASCII characters",
-                      keys.size()));
+      return absl::InvalidArgumentError(fmt::format(
+          "api_keys[{}] is not a text of 1 to 4096 visible ASCII characters", keys.size()));
     }
     keys.emplace_back(key.get_ref<const std::string&>());
   }
@@ -131,14 +130,14 @@ void Tenant::AddCompletion(std::int64_t tokens, absl::Time now) {
 }
 
 absl::Status Tenant::CheckRate() const {
-  if (limits_.tokens_per_minute == 0 || tokens_ > 0) return absl::OkStatus();
+  if (limits_.tokens_per_minute == 0 || tokens_ >= 1) return absl::OkStatus();
   const double per_second = static_cast<double>(limits_.tokens_per_minute) / 60;
   const absl::Duration wait =
       absl::Ceil(absl::Seconds((1 - tokens_) / per_second), absl::Milliseconds(1));
   return WithRetryAfter(
-      WithReason(absl::ResourceExhaustedError(fmt::format(
-                     "this tenant has had its {} tokens a minute; more are there in {}",
-                     limits_.tokens_per_minute, absl::FormatDuration(wait))),
+      WithReason(absl::ResourceExhaustedError(
+                     fmt::format("this tenant has had its {} tokens a minute; more are there in {}",
+                                 limits_.tokens_per_minute, absl::FormatDuration(wait))),
                  kReasonRateLimit),
       wait);
 }
@@ -234,9 +233,8 @@ absl::StatusOr<std::vector<Tenants::Entry>> Tenants::Parse(const std::string& pa
                                kMaxNameBytes));
     }
     Entry entry = {.name = tenant["name"]};
-    absl::Status status = CheckFields(
-        tenant, {"name", "api_keys", "max_concurrent_requests", "tokens_per_minute",
-                 "burst_tokens"});
+    absl::Status status = CheckFields(tenant, {"name", "api_keys", "max_concurrent_requests",
+                                               "tokens_per_minute", "burst_tokens"});
     const absl::StatusOr<TenantLimits> limits = ReadLimits(tenant);
     absl::StatusOr<std::vector<SecretDigest>> keys = ReadKeys(tenant);
     status.Update(limits.status());
@@ -252,8 +250,8 @@ absl::StatusOr<std::vector<Tenants::Entry>> Tenants::Parse(const std::string& pa
       }
     }
     if (!status.ok()) {
-      return wrong(fmt::format("{} (\"{}\"): {}", where, entry.name,
-                               std::string(status.message())));
+      return wrong(
+          fmt::format("{} (\"{}\"): {}", where, entry.name, std::string(status.message())));
     }
     entry.keys = *std::move(keys);
     entry.limits = *limits;

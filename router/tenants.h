@@ -63,7 +63,7 @@ class Tenant : public std::enable_shared_from_this<Tenant> {
   mutable Mutex mutex_;
   TenantLimits limits_ ABSL_GUARDED_BY(mutex_);
   std::int64_t num_requests_ ABSL_GUARDED_BY(mutex_) = 0;
-  double tokens_ ABSL_GUARDED_BY(mutex_);  // that may be taken; below 0: owed
+  double tokens_ ABSL_GUARDED_BY(mutex_);  // that may be taken; below 1: none, below 0: owed
   absl::Time filled_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -32,12 +32,14 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
  public:
   using Handler = std::function<absl::Status(const Request&, Response&)>;
 
-  // Runs `handler` here, or on `pool` if there is one, so that a long one does not hold one of
-  // gRPC's threads; RESOURCE_EXHAUSTED when too many wait there.
-  static UnaryCall* Start(const grpc::ByteBuffer& request, grpc::ByteBuffer* response,
-                          TextPool* pool, Handler handler) {
+  // Unless `admitted` is an error, which is the answer then: runs `handler` here, or on `pool` if
+  // there is one, so that a long one does not hold one of gRPC's threads; RESOURCE_EXHAUSTED when
+  // too many wait there.
+  static UnaryCall* Start(absl::Status admitted, const grpc::ByteBuffer& request,
+                          grpc::ByteBuffer* response, TextPool* pool, Handler handler) {
     auto* call = new UnaryCall(response, std::move(handler));
-    absl::Status status = ParseRequest(request, call->request_);
+    absl::Status status = std::move(admitted);
+    if (status.ok()) status = ParseRequest(request, call->request_);
     if (status.ok() && pool != nullptr) {
       status = pool->Submit([call] { call->Run(); });
       if (status.ok()) return call;

@@ -15,10 +15,9 @@ struct Passing {
   std::string_view reason;
   int retry_after_ms;
 };
-constexpr Passing kPassing[] = {{kReasonOverloaded, 500},
-                                {kReasonDraining, 100},
-                                {kReasonRankLost, 1000},
-                                {kReasonNotReady, 1000}};
+constexpr Passing kPassing[] = {{kReasonOverloaded, 500},       {kReasonDraining, 100},
+                                {kReasonRankLost, 1000},        {kReasonNotReady, 1000},
+                                {kReasonConcurrencyLimit, 500}, {kReasonRateLimit, 1000}};
 
 std::optional<std::string> Payload(const absl::Status& status, const char* url) {
   const absl::optional<absl::Cord> payload = status.GetPayload(url);

@@ -11,11 +11,14 @@ namespace weft {
 
 // Why a call failed, for programs: google.rpc.ErrorInfo.reason with the domain "weft". Travels
 // inside an absl::Status and, through grpc_status.h, over gRPC.
-// The first four pass with time: their errors advise when to try again.
+// The first six pass with time: their errors advise when to try again.
 inline constexpr std::string_view kReasonOverloaded = "OVERLOADED";  // a queue is full
 inline constexpr std::string_view kReasonDraining = "DRAINING";      // stops; ask another one
 inline constexpr std::string_view kReasonRankLost = "RANK_LOST";     // the group restarts
 inline constexpr std::string_view kReasonNotReady = "NOT_READY";     // still loading
+// What a tenant may do: requests at a time, and tokens over time.
+inline constexpr std::string_view kReasonConcurrencyLimit = "CONCURRENCY_LIMIT_EXCEEDED";
+inline constexpr std::string_view kReasonRateLimit = "RATE_LIMIT_EXCEEDED";
 inline constexpr std::string_view kReasonKvTransferFailed = "KV_TRANSFER_FAILED";
 inline constexpr std::string_view kReasonSlowReader = "SLOW_READER";  // the stream's buffer is full
 inline constexpr std::string_view kReasonOutOfLimits = "OUT_OF_LIMITS";  // can never be served here

@@ -150,7 +150,7 @@ inline constexpr CounterSpec kKvTransferExpired = {"weft_kv_transfer_expired_tot
 inline constexpr CounterSpec kRouterRequests = {
     "weft_router_requests_total",
     "Requests that have ended, by outcome (the gRPC status) and reason: of an OK one why it "
-    "finished, else the ErrorInfo reason or none"};
+    "finished, else the ErrorInfo reason or none; with --api-keys-file by tenant, too"};
 inline constexpr CounterSpec kRouterRejects = {
     "weft_router_rejects_total",
     "Requests that ended before any group took them, by reason: the ErrorInfo reason, else the "

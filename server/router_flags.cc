@@ -20,6 +20,7 @@ constexpr std::string_view kNames[] = {
     "--host",
     "--port",
     "--listen",
+    "--api-keys-file",
     "--ssl-certfile",
     "--ssl-keyfile",
     "--ssl-ca-certs",
@@ -71,6 +72,9 @@ void RouterFlags::AddTo(OptionParser& parser) {
             "Clients connect by TLS and see this certificate: a PEM file, with those between it "
             "and a CA behind it. Taken anew when it changes, as all files of TLS",
             "Clients need a certificate of one of the CAs in this PEM file");
+  parser.Add("--api-keys-file", &api_keys_file,
+             "JSON file with tenants, their API keys and limits; a client needs a key then. Taken "
+             "anew when it changes");
   parser.Add("--skip-tokenizer-init", &skip_tokenizer_init,
              "No tokenizer: prompts are token ids, and no text comes back");
   parser.Add("--tokenizer-threads", &tokenizer_threads, "Threads that tokenize prompts",

@@ -19,6 +19,8 @@ struct RouterFlags {
   std::vector<std::string> listen;  // instead of host and port
   TlsFiles tls;                     // of clients' connections
 
+  std::string api_keys_file;
+
   bool skip_tokenizer_init = false;
   std::int32_t tokenizer_threads = 2;
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "fmt/format.h"
-#include "grpcpp/support/server_callback.h"
+#include "grpcpp/server_context.h"
 #include "server/base/read_file.h"
 
 namespace weft {

@@ -4,7 +4,6 @@
 #include <openssl/evp.h>
 #include <openssl/pem.h>
 #include <openssl/x509.h>
-#include <sys/stat.h>
 
 #include <array>
 #include <cstdint>
@@ -111,16 +110,6 @@ absl::StatusOr<Pem> ReadFiles(const TlsFiles& files) {
   return pem;
 }
 
-// Which file stood at a path, and when it was written last.
-using FileStamp = std::array<std::int64_t, 4>;
-
-FileStamp StampOf(const std::string& path) {
-  struct stat found = {};
-  if (path.empty() || stat(path.c_str(), &found) != 0) return {};
-  return {static_cast<std::int64_t>(found.st_ino), found.st_size, found.st_mtim.tv_sec,
-          found.st_mtim.tv_nsec};
-}
-
 // gRPC's C++ interface has no server credentials that keep what they have when new files do not
 // fit together; its C interface does: it asks before each handshake.
 //
@@ -152,8 +141,8 @@ class ReloadingServerCredentials final : public grpc::ServerCredentials {
   grpc_ssl_certificate_config_reload_status Fetch(grpc_ssl_server_certificate_config** config) {
     MutexLock lock(mutex_);
     // Before reading: a file that changes meanwhile is read again.
-    const std::array<FileStamp, 3> stamps = {StampOf(files_.certfile), StampOf(files_.keyfile),
-                                             StampOf(files_.ca_certs)};
+    const std::array<FileStamp, 3> stamps = {StampFile(files_.certfile), StampFile(files_.keyfile),
+                                             StampFile(files_.ca_certs)};
     if (stamps == stamps_) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
     const bool first = stamps_ == std::array<FileStamp, 3>{};
     stamps_ = stamps;

@@ -31,6 +31,7 @@ struct Flags : GroupFlags {
   std::optional<std::int32_t> local_ranks;
   std::string leader_address;
   std::vector<std::string> listen = {"0.0.0.0:50052"};
+  std::string join_secret_file;
   TlsFiles tls;
   absl::Duration join_timeout = absl::Minutes(30);
   absl::Duration drain_timeout = absl::Seconds(30);
@@ -55,6 +56,8 @@ struct Flags : GroupFlags {
               "it. With it the leader is reached by TLS",
               "PEM file with CAs. The leader wants a certificate of one from all who connect; a "
               "follower connects by TLS, to a leader with a certificate of one");
+    parser.Add("--join-secret-file", &join_secret_file,
+               "File with a secret, the same on all ranks: the leader admits no rank without it");
     parser.Add("--join-timeout", &join_timeout,
                "How long ranks wait for each other to have loaded; a rank that waits longer fails");
     parser.Add("--drain-timeout", &drain_timeout,
@@ -114,6 +117,7 @@ int Supervise(const Flags& flags, const OptionParser& parser, TerminationSignals
     command.push_back(fmt::format("--rank={}", rank));
     command.push_back(fmt::format("--local-ranks={}", num_ranks));
     command.push_back(fmt::format("--join-timeout={}", absl::FormatDuration(flags.join_timeout)));
+    command.push_back("--join-secret-file=" + flags.join_secret_file);
     command.push_back(fmt::format("--drain-timeout={}", absl::FormatDuration(flags.drain_timeout)));
     command.push_back(fmt::format("--metrics-port={}", MetricsPortOf(rank, flags.metrics)));
     command.push_back("--metrics-host=" + flags.metrics.metrics_host);
@@ -166,6 +170,7 @@ int Main(int argc, char** argv) {
                          .local_ranks = flags.local_ranks.value_or(1),
                          .listen = flags.listen,
                          .leader_address = flags.leader_address,
+                         .join_secret_file = flags.join_secret_file,
                          .tls = flags.tls,
                          .join_timeout = flags.join_timeout,
                          .drain_timeout = flags.drain_timeout,

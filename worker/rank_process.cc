@@ -22,6 +22,7 @@
 #include "server/base/log.h"
 #include "server/base/status_macros.h"
 #include "server/grpc_server.h"
+#include "server/secret.h"
 #include "server/ticker.h"
 #include "server/tls.h"
 #include "worker/join_client.h"
@@ -359,16 +360,32 @@ std::unique_ptr<Ticker> StartStatsLog(const Leader& leader, absl::Duration inter
   });
 }
 
+// Empty without --join-secret-file.
+absl::StatusOr<std::string> ReadJoinSecret(const RankProcessOptions& options) {
+  if (options.join_secret_file.empty()) return std::string();
+  return ReadSecretFile("--join-secret-file", options.join_secret_file);
+}
+
+absl::StatusOr<GrpcChannelOptions> JoinChannelOptions(const RankProcessOptions& options) {
+  GrpcChannelOptions channel;
+  ASSIGN_OR_RETURN(channel.credentials, NewClientCredentials(options.tls));
+  ASSIGN_OR_RETURN(channel.bearer_token, ReadJoinSecret(options));
+  return channel;
+}
+
 int RunLeader(const RankProcessOptions& options, SignalWatch& signals, SupervisorLink& link) {
+  const absl::StatusOr<std::string> secret = ReadJoinSecret(options);
+  if (!secret.ok()) return Fail(options, secret.status());
   const std::uint64_t generation = std::random_device{}() | 1u;
   std::atomic<bool> stopping{false};
   JoinTable joins(options.group.tensor_parallel_size);
-  WorkerService service(joins, generation, options.request_limits,
-                        [&](std::int32_t rank, const absl::Status& status) {
-                          if (stopping) return;
-                          ExitGroupLost(
-                              0, fmt::format("rank {}: {}", rank, std::string(status.message())));
-                        });
+  WorkerService service(
+      joins, generation, options.request_limits,
+      [&](std::int32_t rank, const absl::Status& status) {
+        if (stopping) return;
+        ExitGroupLost(0, fmt::format("rank {}: {}", rank, std::string(status.message())));
+      },
+      secret->empty() ? std::nullopt : std::optional<SecretDigest>(*secret));
   grpc::Service* services[] = {&service};
   absl::StatusOr<std::unique_ptr<GrpcServer>> server =
       GrpcServer::Start({.listen_addresses = options.listen, .tls = options.tls}, services);
@@ -458,8 +475,8 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
 }
 
 int RunFollower(const RankProcessOptions& options, SignalWatch& signals, SupervisorLink& link) {
-  auto credentials = NewClientCredentials(options.tls);
-  if (!credentials.ok()) return Fail(options, credentials.status());
+  const absl::StatusOr<GrpcChannelOptions> channel = JoinChannelOptions(options);
+  if (!channel.ok()) return Fail(options, channel.status());
   RankProcess process(options, link);
   if (absl::Status started = process.StartMetrics(); !started.ok()) {
     Fail(options, started);
@@ -468,7 +485,7 @@ int RunFollower(const RankProcessOptions& options, SignalWatch& signals, Supervi
   if (absl::Status loaded = process.Load(); !loaded.ok()) return Fail(options, loaded);
 
   spdlog::info("joining the leader at {}", options.leader_address);
-  JoinClient join(options.leader_address, {.credentials = *std::move(credentials)});
+  JoinClient join(options.leader_address, *channel);
   absl::StatusOr<GroupAgreement> agreement =
       join.Join(process.Offer(), process.Info(), options.join_timeout);
   if (!agreement.ok()) return Fail(options, agreement.status());

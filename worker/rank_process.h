@@ -24,6 +24,7 @@ struct RankProcessOptions {
   std::int32_t local_ranks = 1;                     // that share this host's cores and memory
   std::vector<std::string> listen;                  // leader: where routers and followers reach it
   std::string leader_address;                       // followers
+  std::string join_secret_file;                     // empty: any rank joins
   TlsFiles tls;                                     // of the leader's server, or to reach it
   absl::Duration join_timeout = absl::Minutes(30);  // for all ranks to have loaded
   absl::Duration drain_timeout = absl::Seconds(30);

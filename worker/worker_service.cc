@@ -6,6 +6,7 @@
 
 #include "absl/time/clock.h"
 #include "fmt/format.h"
+#include "server/base/log.h"
 #include "server/error_reason.h"
 #include "server/grpc_status.h"
 #include "server/grpc_stream.h"
@@ -69,7 +70,14 @@ void FillProto(const BlockLog::News& news, v1::BlockChanges& out) {
 class WorkerService::JoinStream final
     : public grpc::ServerBidiReactor<v1::JoinRequest, v1::JoinResponse> {
  public:
-  explicit JoinStream(WorkerService& service) : service_(service) { StartRead(&request_); }
+  // One that is not `admitted` hears why, and nothing else happens.
+  JoinStream(WorkerService& service, const absl::Status& admitted) : service_(service) {
+    if (admitted.ok()) {
+      StartRead(&request_);
+    } else {
+      FinishOnce(admitted);
+    }
+  }
 
   void Answer(const v1::JoinResponse& response) {
     if (finished_) return;
@@ -140,11 +148,13 @@ class WorkerService::JoinStream final
 
 WorkerService::WorkerService(
     JoinTable& joins, std::uint64_t generation, const WorkerLimits& limits,
-    std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost)
+    std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost,
+    std::optional<SecretDigest> join_secret)
     : joins_(joins),
       generation_(generation),
       limits_(limits),
       on_follower_lost_(std::move(on_follower_lost)),
+      join_secret_(join_secret),
       calls_(limits.max_stream_buffer_bytes) {
   state_.mutable_group()->set_state("loading");
   ticker_.emplace(kHeartbeat, [this] { Publish(); });
@@ -318,6 +328,16 @@ grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* WorkerService::Generate(
                       *std::move(engine_request));
 }
 
+absl::Status WorkerService::CheckJoinSecret(const grpc::CallbackServerContext& context) const {
+  if (!join_secret_) return absl::OkStatus();
+  const std::optional<std::string_view> secret = BearerToken(context);
+  if (secret && SecretDigest(*secret).Equals(*join_secret_)) return absl::OkStatus();
+  return absl::UnauthenticatedError(
+      fmt::format("this group admits ranks that know its secret (--join-secret-file); this one "
+                  "sent {}",
+                  secret ? "another" : "none"));
+}
+
 grpc::ServerUnaryReactor* WorkerService::ContinueKv(grpc::CallbackServerContext* context,
                                                     const v1::ContinueKvRequest* request,
                                                     v1::ContinueKvResponse*) {
@@ -327,8 +347,13 @@ grpc::ServerUnaryReactor* WorkerService::ContinueKv(grpc::CallbackServerContext*
 }
 
 grpc::ServerBidiReactor<v1::JoinRequest, v1::JoinResponse>* WorkerService::Join(
-    grpc::CallbackServerContext*) {
-  auto* stream = new JoinStream(*this);
+    grpc::CallbackServerContext* context) {
+  const absl::Status admitted = CheckJoinSecret(*context);
+  if (!admitted.ok()) {
+    spdlog::warn("refused a rank that wanted to join from {}: {}", context->peer(),
+                 std::string(admitted.message()));
+  }
+  auto* stream = new JoinStream(*this, admitted);
   MutexLock lock(mutex_);
   join_streams_.push_back(stream);
   return stream;

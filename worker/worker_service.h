@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "server/base/mutex.h"
 #include "server/group_flags.h"
+#include "server/secret.h"
 #include "server/stream_writer.h"
 #include "server/ticker.h"
 #include "weft/v1/worker.grpc.pb.h"
@@ -29,8 +30,10 @@ namespace weft {
 class WorkerService final : public v1::Worker::CallbackService {
  public:
   // `joins` outlives the service. `on_follower_lost` runs once a joined follower's stream ends.
+  // With `join_secret` only those join who send it ("authorization: Bearer SECRET").
   WorkerService(JoinTable& joins, std::uint64_t generation, const WorkerLimits& limits,
-                std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost);
+                std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost,
+                std::optional<SecretDigest> join_secret = std::nullopt);
   ~WorkerService() override;
 
   // What people see in `weft status` while the group is not ready: "loading", "waiting for ranks".
@@ -83,10 +86,13 @@ class WorkerService final : public v1::Worker::CallbackService {
   void Tell(Watcher& watcher, StateWriter& writer, v1::GroupState state)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(publish_mutex_);
 
+  absl::Status CheckJoinSecret(const grpc::CallbackServerContext& context) const;
+
   JoinTable& joins_;
   const std::uint64_t generation_;
   const WorkerLimits limits_;
   const std::function<void(std::int32_t rank, const absl::Status&)> on_follower_lost_;
+  const std::optional<SecretDigest> join_secret_;
 
   GenerateCalls calls_;
   std::atomic<Leader*> leader_{nullptr};

@@ -1,6 +1,7 @@
 #include "server/base/read_file.h"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <filesystem>
 #include <fstream>
@@ -23,6 +24,13 @@ absl::StatusOr<std::string> ReadFile(const std::string& path, std::uintmax_t max
   std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (!file) return absl::NotFoundError(fmt::format("{} cannot be read", path));
   return text;
+}
+
+FileStamp StampFile(const std::string& path) {
+  struct stat found = {};
+  if (stat(path.c_str(), &found) != 0) return {};
+  return {static_cast<std::int64_t>(found.st_ino), found.st_size, found.st_mtim.tv_sec,
+          found.st_mtim.tv_nsec};
 }
 
 }  // namespace weft

@@ -83,6 +83,7 @@ const std::vector<std::string> kEveryRouterFlag = {
     "--host=0.0.0.0",
     "--port=7",
     "--listen=a:1",
+    "--api-keys-file=keys.json",
     "--ssl-certfile=cert.pem",
     "--ssl-keyfile=key.pem",
     "--ssl-ca-certs=ca.pem",

@@ -223,10 +223,10 @@ def test_certificates_change_under_load(processes, pem):
 def test_files_that_cannot_be_used_are_one_clear_line(processes, pem):
     def refused(program, *flags):
         code, text = processes.ends(processes.start(program, *flags))
-        lines = [line for line in text.splitlines() if not line.startswith("[")]
+        lines = [line for line in text.splitlines() if not re.match(r"\d{4}-\d\d-\d\d ", line)]  # the log
         assert code == CONFIG_ERROR and len(lines) == 1, text
         return lines[0]
-    router = ["--model", golden_dir(MODEL), "--groups=127.0.0.1:1", "--port=0"]
+    router = ["--model", golden_dir(MODEL), "--groups=127.0.0.1:1", "--port=0", "--metrics-port=-1"]
     missing = f"--ssl-certfile={pem}/none"
     mismatch = [f"--ssl-certfile={pem}/server.pem", f"--ssl-keyfile={pem}/client.key"]
     for program, flags in (("weft-router", router), ("weft-worker", [*LAYOUT, "--rank=0", "--listen=127.0.0.1:0"]),
@@ -239,3 +239,152 @@ def test_files_that_cannot_be_used_are_one_clear_line(processes, pem):
     assert out.returncode == CONFIG_ERROR and "--ssl-ca-certs" in out.stderr
     out = weft("generate", "--model=x", f"--ssl-ca-certs={pem}/ca.pem", "--prompt=x")
     assert out.returncode == CONFIG_ERROR and "is for a server at --address" in out.stderr
+
+
+# --- Tenants.
+
+def write_keys(path, tenants):
+    (path.parent / "new").write_text(json.dumps({"tenants": tenants}))
+    os.rename(path.parent / "new", path)
+
+
+A, B = {"name": "a", "api_keys": ["key-of-a"]}, {"name": "b", "api_keys": ["key-of-b"]}
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = tmp_path / "keys.json"
+    write_keys(path, [A, B])
+    return path
+
+
+def error_of(answer):
+    return answer["error"]["code"], answer["error"]["reason"]
+
+
+def api_of(group, key):
+    return Api(group.address, metadata=[("authorization", f"Bearer {key}")])
+
+
+def greedy(max_tokens=48):
+    return {"token_ids": {"ids": PROMPT["ids"]},
+            "sampling": {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}}
+
+
+def test_keys_open_the_router_and_are_said_nowhere(processes, keys, tmp_path):
+    group = Group(processes, router=[f"--api-keys-file={keys}"])
+    group.wait_ready(env={"WEFT_API_KEY": "key-of-a"})
+    (tmp_path / "key").write_text("key-of-b\n")
+    assert group.generate(f"--api-key-file={tmp_path}/key")["token_ids"] == PROMPT["greedy"]
+    assert error_of(group.generate())[0] == "UNAUTHENTICATED"
+    wrong = group.generate(env={"WEFT_API_KEY": "key-of-nobody"})
+    assert error_of(wrong)[0] == "UNAUTHENTICATED" and "key-of" not in wrong["error"]["message"]
+    out = weft("status", f"--address={group.address}")
+    assert out.returncode == 1 and "no API key" in out.stderr
+    stranger = Api(group.address)
+    assert stranger.serving(), "health and reflection need no key"
+    stranger.close()
+
+    # New keys count within a second or so; a broken file changes nothing.
+    write_keys(keys, [{"name": "a", "api_keys": ["key-of-a-2"]}, B])
+    new = {"WEFT_API_KEY": "key-of-a-2"}
+    wait_until(lambda: "token_ids" in group.generate(env=new, max_tokens=1), 10, "the new key")
+    assert error_of(group.generate(env={"WEFT_API_KEY": "key-of-a"}))[0] == "UNAUTHENTICATED"
+    keys.write_text('{"tenants": [{"name": "key-of-x')
+    processes.wait_for(group.router, "the tenants stay as they are")
+    assert "token_ids" in group.generate(env=new, max_tokens=1)
+    log = "".join(processes.text(p) for p, _ in processes.running)
+    shown = subprocess.run([BIN / "weft-router", f"--api-keys-file={keys}", "--print-config"], capture_output=True,
+                           text=True).stdout
+    assert "key-of" not in log + shown
+    code, text = processes.ends(processes.start("weft-router", "--groups=127.0.0.1:1", f"--api-keys-file={keys}"))
+    assert code == CONFIG_ERROR and "no JSON object" in text and "key-of" not in text
+
+
+def test_tenants_do_not_meet(processes, keys):
+    """Neither by request id, nor by Abort, nor in the prefix cache."""
+    group = Group(processes, router=[f"--api-keys-file={keys}"])
+    group.wait_ready(env={"WEFT_API_KEY": "key-of-a"})
+    a, b = api_of(group, "key-of-a"), api_of(group, "key-of-b")
+    prompt = golden(MODEL)["len130"]["ids"]
+    def cached(api, salt=""):
+        messages = api.generate(token_ids={"ids": prompt}, cache_salt=salt, sampling={"max_tokens": 1})
+        return messages[-1].usage.cached_tokens
+    assert cached(a) == 0 and cached(a) > 0, "a tenant finds its own prefix"
+    assert cached(b) == 0 and cached(b, "a/") == 0, "and nobody else's"
+    assert cached(b) > 0
+
+    call = a.call("Generate", {"request_id": "same", **greedy(2000)})
+    next(call)
+    b.call("Abort", {"request_id": "same"})
+    b.call("Abort", {"request_id": "a/same"})
+    assert joined(b.generate(request_id="same", **greedy()))[0] == PROMPT["greedy"]
+    assert next(call).finish_reason == 0, "it goes on"
+    with pytest.raises(grpc.RpcError) as caught:
+        a.generate(request_id="same", **greedy())
+    assert a.error(caught.value).code == grpc.StatusCode.ALREADY_EXISTS
+    a.call("Abort", {"request_id": "same"})
+    assert list(call)[-1].finish_reason == 3
+    a.close()
+    b.close()
+
+
+def test_limits_are_a_tenants_own(processes, keys):
+    write_keys(keys, [{**A, "max_concurrent_requests": 1, "tokens_per_minute": 60, "burst_tokens": 400}, B])
+    group = Group(processes, router=[f"--api-keys-file={keys}"])
+    group.wait_ready(env={"WEFT_API_KEY": "key-of-a"})
+    a, b = api_of(group, "key-of-a"), api_of(group, "key-of-b")
+
+    def refused(api):
+        with pytest.raises(grpc.RpcError) as caught:
+            api.generate(**greedy())
+        error = api.error(caught.value)
+        assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_seconds > 0, error
+        return error.reason
+
+    call = a.call("Generate", greedy(400))
+    next(call)
+    assert refused(a) == "CONCURRENCY_LIMIT_EXCEEDED"
+    assert joined(b.generate(**greedy()))[0] == PROMPT["greedy"], "the other's are untouched"
+    assert list(call)[-1].finish_reason == 2
+    # 33 + 400 tokens are more than the burst: the rest is owed.
+    assert refused(a) == "RATE_LIMIT_EXCEEDED"
+    assert joined(b.generate(**greedy()))[0] == PROMPT["greedy"]
+    a.close()
+    b.close()
+
+
+# --- The join.
+
+def test_a_rank_needs_the_secret_of_its_group(processes, tmp_path):
+    (tmp_path / "secret").write_text("opensesame\n")
+    (tmp_path / "wrong").write_text("guess")
+    address = f"127.0.0.1:{free_port()}"
+    secret = f"--join-secret-file={tmp_path}/secret"
+    leader = processes.start("weft-worker", *LAYOUT, "--rank=0", f"--listen={address}", secret)
+    for flags, seen in (([], "this one sent none"), ([f"--join-secret-file={tmp_path}/wrong"], "this one sent another")):
+        rank = processes.start("weft-worker", *LAYOUT, "--rank=1", f"--leader-address={address}", *flags)
+        code, text = processes.ends(rank)
+        assert code == CONFIG_ERROR and "--join-secret-file" in text and seen in text, text
+    rank = processes.start("weft-worker", *LAYOUT, "--rank=1", f"--leader-address={address}", secret)
+    processes.wait_for(leader, "ready\n")
+    assert rank.poll() is None and "opensesame" not in processes.text(leader)
+    # Nor does one disturb a group that runs.
+    late = processes.start("weft-worker", *LAYOUT, "--rank=1", f"--leader-address={address}")
+    assert processes.ends(late)[0] == CONFIG_ERROR
+    time.sleep(0.5)
+    assert leader.poll() is None and rank.poll() is None
+    code, text = processes.ends(processes.start("weft-worker", *LAYOUT, f"--join-secret-file={tmp_path}/none"))
+    assert code == CONFIG_ERROR and "none: No such file" in text
+
+
+def test_a_supervised_group_joins_with_its_secret(processes, pem, tmp_path):
+    (tmp_path / "secret").write_text("opensesame")
+    address = f"127.0.0.1:{free_port()}"
+    processes.start("weft-worker", *LAYOUT, f"--listen={address}", f"--join-secret-file={tmp_path}/secret",
+                    *tls(pem, "server", "ca"))
+    router = processes.start("weft-router", "--model", golden_dir(MODEL), "--port=0", "--metrics-port=-1",
+                             f"--groups={address}", *tls(pem, "client", "ca", "--worker-"))
+    at = processes.wait_for(router, r"listening on (\S+)").group(1)
+    wait_until(lambda: weft("generate", f"--address={at}", "--prompt-token-ids=7", "--max-tokens=1").returncode == 0,
+               30, "an answer")
