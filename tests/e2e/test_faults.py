@@ -12,7 +12,7 @@ from cluster import BIN, ENV, ROOT, Cluster, alive, children, golden_dir, leaked
 
 # The tiny model would be done before a signal reaches it: where time matters it is the real one.
 SMOLLM2 = ROOT / "models/smollm2-135m-instruct"
-FLAGS = ["-tp", 2, "-dcp", 2, "--max-model-len=4K", "--kv-cache-memory-bytes=128MiB", "--max-replays=0"]
+FLAGS = ["-tp", 2, "-dcp", 2, "--max-model-len=4K", "--kv-cache-memory-bytes=128MiB"]
 RECOVERY_SECONDS = 30  # to load again; the law's 5 s is about streams, checked below
 
 
@@ -41,7 +41,7 @@ class Stream:
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["KILL", "STOP"])
 @pytest.mark.parametrize("victim", ["rank0", "rank1", "supervisor"])
 def test_a_lost_process_restarts_the_group(victim, sig, phase):
-    with Cluster(SMOLLM2, *FLAGS, wait=phase != "loading") as cluster:
+    with Cluster(SMOLLM2, *FLAGS, "--max-replays=0", wait=phase != "loading") as cluster:
         if phase == "loading":
             wait_until(lambda: len(cluster.rank_pids()) == 2, 10, "ranks started")
         streams = [Stream(cluster, phase) for _ in range(3)] if phase in ("prefill", "decode") else []
