@@ -160,7 +160,7 @@ def test_a_rank_does_not_wait_forever_for_a_leader():
         [BIN / "weft-worker", "--model", golden_dir(MODEL), "-tp", "2", "--rank=1", "--join-timeout=100ms",
          "--metrics-port=0", "--leader-address=unix-abstract:weft-test-nobody"], env=ENV, capture_output=True, text=True, timeout=60)
     assert follower.returncode == 70
-    assert "no leader listens at unix-abstract:weft-test-nobody" in follower.stderr
+    assert "no leader at unix-abstract:weft-test-nobody" in follower.stderr
 
 
 def test_a_port_in_use_is_a_start_up_error(cluster):
