@@ -297,7 +297,7 @@ TEST_F(RouterFieldsTest, AnAbortEndsEverySampleThatIsNotFinished) {
 TEST_F(RouterFieldsTest, AnAbortEndsARequestThatWaitsForAGroup) {
   StartRouter({UniqueAddress("nobody")});
   const auto stream = Send(Named("mine"));
-  while (registry_.Find("mine") == nullptr) absl::SleepFor(absl::Milliseconds(1));
+  while (cluster_->num_waiting() == 0) absl::SleepFor(absl::Milliseconds(1));
   EXPECT_TRUE(Abort("mine").ok());
   ASSERT_TRUE(stream->Wait().ok()) << stream->Wait();
   EXPECT_EQ(stream->Last().finish_reason(), v1::FINISH_REASON_ABORTED);
