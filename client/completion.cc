@@ -1,6 +1,7 @@
 #include "client/completion.h"
 
 #include "nlohmann/json.hpp"
+#include "server/finish_reason.h"
 
 namespace weft {
 
@@ -12,19 +13,6 @@ void Completion::Append(const v1::GenerateResponse& response) {
   usage = response.usage();
   if (response.finish_reason() != v1::FINISH_REASON_UNSPECIFIED) {
     finish_reason = response.finish_reason();
-  }
-}
-
-std::string_view FinishReasonName(v1::FinishReason reason) {
-  switch (reason) {
-    case v1::FINISH_REASON_STOP:
-      return "stop";
-    case v1::FINISH_REASON_LENGTH:
-      return "length";
-    case v1::FINISH_REASON_ABORTED:
-      return "abort";
-    default:
-      return "";
   }
 }
 

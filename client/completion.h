@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -23,9 +22,6 @@ struct Completion {
   // Adds one message of the stream.
   void Append(const v1::GenerateResponse& response);
 };
-
-// "stop", "length", "abort"; empty when the stream did not say.
-std::string_view FinishReasonName(v1::FinishReason reason);
 
 // One line, without its end:
 // {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "usage"}, or

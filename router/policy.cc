@@ -12,10 +12,9 @@ bool Fits(const GroupLoad& group, std::int64_t prompt_tokens) {
 }  // namespace
 
 std::optional<RoutingPolicy> ParseRoutingPolicy(std::string_view name) {
-  if (name == "prefix-aware") return RoutingPolicy::kPrefixAware;
-  if (name == "least-loaded") return RoutingPolicy::kLeastLoaded;
-  if (name == "round-robin") return RoutingPolicy::kRoundRobin;
-  if (name == "random") return RoutingPolicy::kRandom;
+  for (const auto& [policy, known] : kRoutingPolicyNames) {
+    if (name == known) return policy;
+  }
   return std::nullopt;
 }
 

@@ -6,6 +6,7 @@
 #include <random>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "absl/types/span.h"
 
@@ -22,6 +23,11 @@ struct GroupLoad {
 };
 
 enum class RoutingPolicy { kPrefixAware, kLeastLoaded, kRoundRobin, kRandom };
+inline constexpr std::pair<RoutingPolicy, std::string_view> kRoutingPolicyNames[] = {
+    {RoutingPolicy::kPrefixAware, "prefix-aware"},
+    {RoutingPolicy::kLeastLoaded, "least-loaded"},
+    {RoutingPolicy::kRoundRobin, "round-robin"},
+    {RoutingPolicy::kRandom, "random"}};
 std::optional<RoutingPolicy> ParseRoutingPolicy(std::string_view name);
 // "prefix-aware, least-loaded, ..."
 inline constexpr std::string_view kRoutingPolicies =

@@ -3,22 +3,10 @@
 #include <string>
 
 #include "server/error_reason.h"
+#include "server/finish_reason.h"
 
 namespace weft {
 namespace {
-
-std::string FinishName(v1::FinishReason reason) {
-  switch (reason) {
-    case v1::FINISH_REASON_STOP:
-      return "stop";
-    case v1::FINISH_REASON_LENGTH:
-      return "length";
-    case v1::FINISH_REASON_ABORTED:
-      return "abort";
-    default:
-      return "none";
-  }
-}
 
 // Whether nobody took the request, as opposed to somebody who then lost it or was told to stop.
 bool IsReject(const absl::Status& status) {
@@ -46,7 +34,8 @@ void RouterMetrics::OnEnd(const absl::Status& status, v1::FinishReason finish_re
   in_flight_.fetch_sub(1, std::memory_order_relaxed);
   if (!status.ok() && !absl::IsCancelled(status)) recent_errors_.Add(status);
   const std::string outcome = absl::StatusCodeToString(status.code());
-  std::string reason = status.ok() ? FinishName(finish_reason) : ReasonOf(status);
+  std::string reason =
+      status.ok() ? std::string(FinishReasonName(finish_reason)) : ReasonOf(status);
   if (!sent && IsReject(status)) {
     registry_.Get(metrics::kRouterRejects, {{"reason", reason.empty() ? outcome : reason}})
         .Increment();

@@ -214,18 +214,13 @@ SimulationResult Simulate(absl::Span<const TraceRequest> requests, const Simulat
 
 std::string SimulationReport(absl::Span<const TraceRequest> requests, const SimulatedGroups& groups,
                              std::int64_t request_tokens) {
-  constexpr std::pair<RoutingPolicy, std::string_view> kPolicies[] = {
-      {RoutingPolicy::kPrefixAware, "prefix-aware"},
-      {RoutingPolicy::kLeastLoaded, "least-loaded"},
-      {RoutingPolicy::kRoundRobin, "round-robin"},
-      {RoutingPolicy::kRandom, "random"}};
   std::string report = fmt::format(
       "{} requests over {:.0f} s, {} groups of {} blocks of {} tokens\n"
       "{:<14}{:>8}{:>12}{:>12}{:>14}{:>14}{:>10}\n",
       requests.size(), requests.back().arrival - requests.front().arrival, groups.count,
       groups.num_blocks, groups.block_size, "policy", "cached", "TTFT p50 s", "TTFT p99 s",
       "latency p50 s", "latency p99 s", "busiest");
-  for (const auto& [policy, name] : kPolicies) {
+  for (const auto& [policy, name] : kRoutingPolicyNames) {
     const SimulationResult r = Simulate(requests, groups, Policy(policy, request_tokens));
     report += fmt::format("{:<14}{:>7.1f}%{:>12.3f}{:>12.3f}{:>14.3f}{:>14.3f}{:>9.1f}%\n", name,
                           100 * r.cached, r.ttft_p50, r.ttft_p99, r.latency_p50, r.latency_p99,
