@@ -10,12 +10,13 @@ import argparse
 import json
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 
+from api import Api
 from cluster import BIN, ENV, Cluster, children, command_line, golden_dir, wait_until
 
 CANCELLED = 0.1  # of all requests
@@ -45,25 +46,36 @@ def idle(cluster):
     return group and group["num_requests_running"] == group["num_requests_waiting"] == 0
 
 
+def aborted(cluster):
+    """How many requests the leader has ended because their client went."""
+    address = cluster.status()["ranks"][0]["metrics_address"]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        found = re.search(r'^weft_request_success_total{.*finished_reason="abort".*} (\d+)', answer.read().decode(), re.M)
+    return int(found.group(1)) if found else 0
+
+
 def send_chunk(cluster, folder, count, first):
-    """`count` requests that end, and as many more as are to be cancelled, whose client is killed."""
+    """`count` requests: most end, the others lose their client after their first token."""
     num_cancelled = max(1, round(count * CANCELLED))
+    aborted_before = aborted(cluster)
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(
         json.dumps({"prompt_token_ids": [5 + (first + i) % 40] * (1 + i % 30), "max_tokens": 1 + i % 8,
                     "ignore_eos": True, "temperature": i % 2, "seed": i}) + "\n" for i in range(count - num_cancelled)))
-    cancelled = folder / "cancelled.jsonl"
-    cancelled.write_text('{"prompt_token_ids": [5, 6], "max_tokens": 480, "ignore_eos": true}\n' * num_cancelled)
-    ask = [BIN / "weft", "generate", "--address", cluster.address, "--format=json", "--concurrency=1000"]
-    with subprocess.Popen([*ask, "--prompts-file", cancelled], env=ENV, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.DEVNULL) as doomed:
-        wait_until(lambda: cluster.status()["num_requests_running"] > 0, 20, "running")
-        done = subprocess.run([*ask[:-1], "--concurrency=64", "--prompts-file", prompts], env=ENV,
-                              capture_output=True, text=True, timeout=600)
-        doomed.send_signal(signal.SIGKILL)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == count - num_cancelled
+    client = Api(cluster.address)
+    endless = {"token_ids": {"ids": [5, 6]}, "sampling": {"max_tokens": 480, "ignore_eos": True}}
+    doomed = [client.call("Generate", endless) for _ in range(num_cancelled)]
+    for stream in doomed:
+        next(stream)
+    with subprocess.Popen([BIN / "weft", "generate", "--address", cluster.address, "--format=json",
+                           "--concurrency=64", "--prompts-file", prompts], env=ENV, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
+        client.close()
+        out, err = asked.communicate(timeout=600)
+    assert asked.returncode == 0, err[-2000:]
+    assert len(out.splitlines()) == count - num_cancelled
     wait_until(lambda: idle(cluster), 30, "idle")
+    assert aborted(cluster) - aborted_before == num_cancelled
 
 
 def wait_for_closed_connections(pids, baseline):
