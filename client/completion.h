@@ -15,6 +15,10 @@ struct Completion {
   std::vector<std::int32_t> token_ids;
   std::string text;
   v1::FinishReason finish_reason = v1::FINISH_REASON_UNSPECIFIED;
+  // One for each of token_ids, and for each of prompt_token_ids but the first; empty unless asked
+  // for.
+  std::vector<v1::PositionLogprobs> logprobs;
+  std::vector<v1::PositionLogprobs> prompt_logprobs;
   v1::Usage usage;
   absl::Status status;
   std::string error_reason;  // of google.rpc.ErrorInfo; empty without one
@@ -24,7 +28,9 @@ struct Completion {
 };
 
 // One line, without its end:
-// {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "usage"}, or
+// {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "usage"}, with "logprobs" and
+// "prompt_logprobs" ([{"token_id", "logprob", "rank", "top": [{"token_id", "logprob", "rank"}]}])
+// if they were asked for, or
 // {"index", "error": {"code", "reason", "message"}}.
 std::string CompletionToJson(std::size_t index, const Completion& completion);
 

@@ -29,8 +29,15 @@ struct GenerateFlags {
   std::optional<double> top_p;
   std::optional<std::int32_t> top_k;
   std::optional<std::uint64_t> seed;
+  std::optional<double> min_p;
+  std::optional<double> presence_penalty;
+  std::optional<double> frequency_penalty;
+  std::optional<double> repetition_penalty;
+  std::optional<std::int32_t> min_tokens;
   std::vector<std::int32_t> stop_token_ids;
+  std::optional<std::string> stop;
   std::optional<bool> ignore_eos;
+  std::optional<std::int32_t> logprobs;
 
   std::string format = "text";
   std::int32_t concurrency = 64;
@@ -53,8 +60,15 @@ void GenerateFlags::AddTo(OptionParser& parser) {
   parser.Add("--top-p", &top_p, "1");
   parser.Add("--top-k", &top_k, "0 or -1: all tokens; 0");
   parser.Add("--seed", &seed, "Drawn if absent");
+  parser.Add("--min-p", &min_p, "Relative to the most probable token; 0");
+  parser.Add("--presence-penalty", &presence_penalty, "0");
+  parser.Add("--frequency-penalty", &frequency_penalty, "0");
+  parser.Add("--repetition-penalty", &repetition_penalty, "Of the prompt's tokens, too; 1");
+  parser.Add("--min-tokens", &min_tokens, "No end before; 0");
+  parser.Add("--stop", &stop, "Text that ends a completion");
   parser.Add("--stop-token-ids", &stop_token_ids, "Tokens that end a completion");
   parser.Add("--ignore-eos", &ignore_eos, "Go on after the end of the sequence");
+  parser.Add("--logprobs", &logprobs, "Most probable tokens per position, shown by --format json");
   parser.Group("Output");
   parser.AddChoice("--format", &format, {"text", "json"}, "json: one line per completion");
   parser.Add("--concurrency", &concurrency, "Requests under way at a time", Range(1, 65536));
@@ -67,6 +81,13 @@ v1::SamplingParams GenerateFlags::Sampling() const {
   if (top_p) sampling.set_top_p(static_cast<float>(*top_p));
   if (top_k) sampling.set_top_k(*top_k);
   if (seed) sampling.set_seed(*seed);
+  if (min_p) sampling.set_min_p(static_cast<float>(*min_p));
+  if (presence_penalty) sampling.set_presence_penalty(static_cast<float>(*presence_penalty));
+  if (frequency_penalty) sampling.set_frequency_penalty(static_cast<float>(*frequency_penalty));
+  if (repetition_penalty) sampling.set_repetition_penalty(static_cast<float>(*repetition_penalty));
+  if (min_tokens) sampling.set_min_tokens(*min_tokens);
+  if (stop) sampling.add_stop(*stop);
+  if (logprobs) sampling.set_logprobs(*logprobs);
   if (ignore_eos) sampling.set_ignore_eos(*ignore_eos);
   sampling.mutable_stop_token_ids()->Add(stop_token_ids.begin(), stop_token_ids.end());
   return sampling;

@@ -7,12 +7,11 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <limits>
-#include <optional>
 #include <set>
 #include <string>
 #include <system_error>
 
+#include "client/sampling_json.h"
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
 #include "server/base/status_macros.h"
@@ -22,86 +21,27 @@ namespace {
 
 using Json = nlohmann::json;
 
-absl::Status WrongType(std::string_view key, std::string_view wanted, const Json& seen) {
-  std::string text = seen.dump(-1, ' ', false, Json::error_handler_t::replace);
-  if (text.size() > 60) text = text.substr(0, 60) + "...";
-  return absl::InvalidArgumentError(fmt::format("`{}` is {}; {} is wanted", key, text, wanted));
-}
-
-std::optional<std::int32_t> AsInt32(const Json& value) {
-  if (value.is_number_unsigned()) {
-    const auto v = value.get<std::uint64_t>();
-    if (v > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max())) return {};
-    return static_cast<std::int32_t>(v);
-  }
-  if (!value.is_number_integer()) return {};
-  const auto v = value.get<std::int64_t>();
-  if (v < std::numeric_limits<std::int32_t>::min()) return {};
-  return static_cast<std::int32_t>(v);
-}
-
-// `out` is a repeated field of int32.
-template <typename Field>
-absl::Status ReadIds(std::string_view key, const Json& value, Field& out) {
-  constexpr std::string_view kWanted = "a list of token ids";
-  if (!value.is_array()) return WrongType(key, kWanted, value);
-  out.Clear();
-  for (const Json& id : value) {
-    const std::optional<std::int32_t> v = AsInt32(id);
-    if (!v) return WrongType(key, kWanted, value);
-    out.Add(*v);
-  }
-  return absl::OkStatus();
-}
-
-absl::Status ReadInt(std::string_view key, const Json& value, v1::SamplingParams& sampling,
-                     void (v1::SamplingParams::*set)(std::int32_t)) {
-  const std::optional<std::int32_t> v = AsInt32(value);
-  if (!v) return WrongType(key, "an integer", value);
-  (sampling.*set)(*v);
-  return absl::OkStatus();
-}
-
-absl::Status ReadFloat(std::string_view key, const Json& value, v1::SamplingParams& sampling,
-                       void (v1::SamplingParams::*set)(float)) {
-  if (!value.is_number()) return WrongType(key, "a number", value);
-  (sampling.*set)(value.get<float>());
-  return absl::OkStatus();
-}
-
 absl::Status ReadField(const std::string& key, const Json& value, v1::GenerateRequest& request) {
-  v1::SamplingParams& sampling = *request.mutable_sampling();
   if (key == "prompt") {
-    if (!value.is_string()) return WrongType(key, "a string", value);
+    if (!value.is_string()) return WrongJsonType(key, "a string", value);
     request.set_text(value.get_ref<const std::string&>());
     return absl::OkStatus();
   }
   if (key == "prompt_token_ids") {
-    return ReadIds(key, value, *request.mutable_token_ids()->mutable_ids());
-  }
-  if (key == "max_tokens") {
-    return ReadInt(key, value, sampling, &v1::SamplingParams::set_max_tokens);
-  }
-  if (key == "top_k") return ReadInt(key, value, sampling, &v1::SamplingParams::set_top_k);
-  if (key == "temperature") {
-    return ReadFloat(key, value, sampling, &v1::SamplingParams::set_temperature);
-  }
-  if (key == "top_p") return ReadFloat(key, value, sampling, &v1::SamplingParams::set_top_p);
-  if (key == "seed") {
-    if (!value.is_number_unsigned()) return WrongType(key, "an integer from 0 to 2^64-1", value);
-    sampling.set_seed(value.get<std::uint64_t>());
+    ASSIGN_OR_RETURN(const std::vector<std::int32_t> ids, TokenIdsFromJson(key, value));
+    request.mutable_token_ids()->mutable_ids()->Add(ids.begin(), ids.end());
     return absl::OkStatus();
   }
-  if (key == "ignore_eos") {
-    if (!value.is_boolean()) return WrongType(key, "true or false", value);
-    sampling.set_ignore_eos(value.get<bool>());
+  if (key == "cache_salt") {
+    if (!value.is_string()) return WrongJsonType(key, "a string", value);
+    request.set_cache_salt(value.get_ref<const std::string&>());
     return absl::OkStatus();
   }
-  if (key == "stop_token_ids") return ReadIds(key, value, *sampling.mutable_stop_token_ids());
-  return absl::InvalidArgumentError(fmt::format(
-      "`{}` is unknown; prompt, prompt_token_ids, max_tokens, temperature, top_k, top_p, "
-      "seed, ignore_eos and stop_token_ids are known",
-      key));
+  const absl::Status status = SetSamplingField(key, value, *request.mutable_sampling());
+  if (!absl::IsNotFound(status)) return status;
+  return absl::InvalidArgumentError(
+      fmt::format("`{}` is unknown; prompt, prompt_token_ids, cache_salt, {} are known", key,
+                  SamplingFieldNames()));
 }
 
 absl::StatusOr<v1::GenerateRequest> ParseLine(std::string_view line,
@@ -131,6 +71,10 @@ absl::StatusOr<v1::GenerateRequest> ParseLine(std::string_view line,
   *request.mutable_sampling() = defaults;
   for (const auto& [key, value] : object.items()) {
     if (!value.is_null()) RETURN_IF_ERROR(ReadField(key, value, request));
+  }
+  if (request.sampling().n() > 1) {
+    return absl::InvalidArgumentError(fmt::format(
+        "`n` is {}; one completion per line is printed: 1 is allowed", request.sampling().n()));
   }
   return request;
 }

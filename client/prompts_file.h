@@ -9,10 +9,10 @@
 
 namespace weft {
 
-// Parses one JSON object per line: `prompt` or `prompt_token_ids`, and any of `max_tokens,
-// temperature, top_k, top_p, seed, ignore_eos, stop_token_ids`; a field that is absent or null
-// comes from `defaults`. A field given twice is refused. Empty lines are skipped.
-// INVALID_ARGUMENT names `file_name`, the line and what is wrong with it.
+// Parses one JSON object per line: `prompt` or `prompt_token_ids`, and any of `cache_salt` and the
+// fields of SamplingParams (n: 1 only); a field that is absent or null comes from `defaults`. A
+// field given twice is refused. Empty lines are skipped. INVALID_ARGUMENT names `file_name`, the
+// line and what is wrong with it.
 absl::StatusOr<std::vector<v1::GenerateRequest>> ParsePromptsFile(
     std::string_view contents, std::string_view file_name, const v1::SamplingParams& defaults);
 

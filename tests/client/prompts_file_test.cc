@@ -46,6 +46,33 @@ TEST(PromptsFileTest, FieldsOfALineOverrideTheDefaults) {
   EXPECT_FALSE((*requests)[2].sampling().has_temperature());
 }
 
+TEST(PromptsFileTest, EveryFieldOfSamplingIsRead) {
+  const auto requests = ParsePromptsFile(
+      R"({"prompt": "x", "cache_salt": "s", "max_tokens": 1, "temperature": 0.5, "top_p": 0.25,)"
+      R"( "top_k": 2, "seed": 3, "stop_token_ids": [4], "ignore_eos": false, "min_p": 0.75,)"
+      R"( "presence_penalty": -1, "frequency_penalty": 1.5, "repetition_penalty": 2,)"
+      R"( "min_tokens": 5, "logit_bias": {"6": -100, "7": 0.5}, "allowed_token_ids": [8, 9],)"
+      R"( "bad_words_token_ids": [[10, 11], [12]], "logprobs": 0, "prompt_logprobs": 13, "n": 1,)"
+      R"( "stop": ["a", "b"], "include_stop_str_in_output": true, "skip_special_tokens": false,)"
+      R"( "bad_words": ["c"]})",
+      "f", {});
+  ASSERT_TRUE(requests.ok()) << requests.status();
+  EXPECT_EQ(requests->front().cache_salt(), "s");
+  const v1::SamplingParams& sampling = requests->front().sampling();
+  std::vector<const google::protobuf::FieldDescriptor*> set;
+  sampling.GetReflection()->ListFields(sampling, &set);
+  EXPECT_EQ(static_cast<int>(set.size()), v1::SamplingParams::descriptor()->field_count());
+  EXPECT_EQ(sampling.min_p(), 0.75F);
+  EXPECT_EQ(sampling.logit_bias().at(6), -100);
+  EXPECT_EQ(sampling.logit_bias().at(7), 0.5F);
+  EXPECT_THAT(sampling.allowed_token_ids(), ElementsAre(8, 9));
+  ASSERT_EQ(sampling.bad_words_token_ids_size(), 2);
+  EXPECT_THAT(sampling.bad_words_token_ids(0).ids(), ElementsAre(10, 11));
+  EXPECT_THAT(sampling.stop(), ElementsAre("a", "b"));
+  EXPECT_FALSE(sampling.skip_special_tokens());
+  EXPECT_THAT(sampling.bad_words(), ElementsAre("c"));
+}
+
 TEST(PromptsFileTest, AMalformedLineIsNamed) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"{\"prompt\": \"x\"", "not a JSON object"},
@@ -66,6 +93,15 @@ TEST(PromptsFileTest, AMalformedLineIsNamed) {
       {"{\"prompt\": \"x\", \"seed\": -1}", "`seed` is -1;"},
       {"{\"prompt\": \"x\", \"ignore_eos\": 1}", "`ignore_eos` is 1; true or false"},
       {"{\"prompt\": \"x\", \"max_token\": 1}", "`max_token` is unknown"},
+      {"{\"prompt\": \"x\", \"n\": 2}", "`n` is 2;"},
+      {"{\"prompt\": \"x\", \"stop\": \"a\"}", "`stop` is \"a\"; a list of strings"},
+      {"{\"prompt\": \"x\", \"stop\": [1]}", "a list of strings"},
+      {"{\"prompt\": \"x\", \"logit_bias\": [1]}", "an object from token ids to numbers"},
+      {"{\"prompt\": \"x\", \"logit_bias\": {\"a\": 1}}", "an object from token ids"},
+      {"{\"prompt\": \"x\", \"logit_bias\": {\"1\": \"a\"}}", "an object from token ids"},
+      {"{\"prompt\": \"x\", \"bad_words_token_ids\": [1]}", "`bad_words_token_ids` is 1;"},
+      {"{\"prompt\": \"x\", \"bad_words_token_ids\": 1}", "a list of lists"},
+      {"{\"prompt\": \"x\", \"cache_salt\": 1}", "`cache_salt` is 1; a string"},
   };
   for (const auto& [line, message] : cases) {
     const auto requests =
