@@ -67,8 +67,10 @@ class Pod:
         self.env = {}
         self.processes = {}
 
-    def start(self, names, models, log):
-        """`names`: DNS names and their addresses. `models`: directories by the model's name in the chart."""
+    def start(self, names, models, secrets, log):
+        """`names`: DNS names and their addresses. `models`: directories by the model's name in the chart.
+        `secrets`: likewise of Secrets."""
+        secret_of = {v["name"]: v["secret"]["secretName"] for v in self.spec["volumes"] if "secret" in v}
         for container in self.spec["containers"]:
             env = {key: value for key, value in os.environ.items() if not key.startswith("WEFT_")}
             env |= {"UCX_NET_DEVICES": "lo", "PATH": f"{BIN}:{os.environ['PATH']}", **self.env}
@@ -78,6 +80,9 @@ class Pod:
                 text = re.sub(r"\$\((\w+)\)", lambda m: env[m.group(1)], text).replace("0.0.0.0", self.ip)
                 for name, ip in names.items():
                     text = text.replace(name, ip)
+                for mount in container["volumeMounts"]:
+                    if mount["name"] in secret_of:
+                        text = text.replace(mount["mountPath"] + "/", f"{secrets[secret_of[mount['name']]]}/")
                 return re.sub(r"^--model=/models/([^/]+)", lambda m: f"--model={models[m.group(1)]}", text)
             command = container["command"] + [local(a) for a in container["args"]]
             self.processes[container["name"]] = subprocess.Popen(
@@ -107,13 +112,13 @@ class Pod:
 class LocalCluster:
     """The pods of a release, running. Use as a context manager."""
 
-    def __init__(self, values, models, folder):
+    def __init__(self, values, models, folder, secrets=None):
         out = subprocess.run([HELM, "template", RELEASE, CHART, "-n", NAMESPACE, "-f", "-"], input=json.dumps(values),
                              capture_output=True, text=True, timeout=60)
         if out.returncode != 0:
             raise ValueError(out.stderr)
         self.objects = [o for o in yaml.safe_load_all(out.stdout) if o]
-        self.models, self.folder = models, pathlib.Path(folder)
+        self.models, self.secrets, self.folder = models, secrets or {}, pathlib.Path(folder)
         # Other clusters on this machine have other networks.
         self.network = f"127.{random.randrange(10, 250)}.{random.randrange(250)}"
         self.pods, self.names = [], {}
@@ -122,6 +127,7 @@ class LocalCluster:
                 self._make_pods(workload)
             elif workload["kind"] == "LeaderWorkerSet":
                 self._make_leader_worker_set(workload)
+        self.client_flags = []  # of those that ask routers
         self.log = open(self.folder / "pods.log", "w")
 
     def _make_pod(self, name, template, labels=None):
@@ -152,7 +158,7 @@ class LocalCluster:
 
     def __enter__(self):
         for pod in self.pods:
-            pod.start(self.names, self.models, self.log)
+            pod.start(self.names, self.models, self.secrets, self.log)
         return self
 
     def __exit__(self, *_):
@@ -173,8 +179,8 @@ class LocalCluster:
 
     def status(self, address=None):
         """`weft status`, or None while nobody answers."""
-        out = subprocess.run([BIN / "weft", "status", "--address", address or self.address(), "--format=json"],
-                             capture_output=True, text=True)
+        out = subprocess.run([BIN / "weft", "status", "--address", address or self.address(), "--format=json",
+                              *self.client_flags], capture_output=True, text=True)
         return json.loads(out.stdout) if out.returncode == 0 else None
 
     def wait_ready(self, timeout=180):

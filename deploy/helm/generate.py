@@ -17,7 +17,9 @@ BIN = pathlib.Path(os.environ.get("WEFT_BIN_DIR", ROOT / "build/bin"))
 CHART = ROOT / "deploy/helm/weft"
 # The chart sets these itself.
 OWNED = {"model", "served-model-name", "host", "port", "listen", "groups", "metrics-host", "metrics-port",
-         "rank", "local-ranks", "leader-address", "config", "print-config", "version"}
+         "rank", "local-ranks", "leader-address", "config", "print-config", "version",
+         "ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "worker-ssl-certfile", "worker-ssl-keyfile",
+         "worker-ssl-ca-certs", "api-keys-file", "join-secret-file"}
 FLAG = re.compile(r"^  (?:-\w,)?--([\w-]+)(?:,\S+)?(?: ([A-Z]+|\w+(?:\|\w+)+))?(?:\s+(.*))?$")
 
 

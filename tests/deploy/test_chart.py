@@ -83,9 +83,11 @@ def random_values(rng):
                                topologySpreadConstraints=[{"maxSkew": 1, "topologyKey": "zone",
                                                            "whenUnsatisfiable": "DoNotSchedule"}])})
     router = maybe(options={"max-n": 4, "queue-timeout": "10s"}, autoscaling={"enabled": True}, replicas=rng.randint(1, 4),
-                   service={"type": "LoadBalancer", "port": 443}, podDisruptionBudget={"maxUnavailable": "25%"})
+                   service={"type": "LoadBalancer", "port": 443}, podDisruptionBudget={"maxUnavailable": "25%"},
+                   tls={"secretName": "t", "verifyClients": rng.random() < 0.5}, apiKeys={"secretName": "keys"})
     return {"models": models, "groups": groups, "router": router,
             **maybe(clusterName="east", image={"repository": "r.example/weft", "tag": "9", "pullSecrets": [{"name": "p"}]},
+                    internalTls={"secretName": "inner"}, joinSecret={"secretName": "join"},
                     networkPolicy={"clients": [{"podSelector": {}}]}, serviceAccount={"create": False, "name": "sa"},
                     monitoring={"podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True},
                                 "dashboards": {"enabled": True}})}
@@ -151,9 +153,11 @@ REFUSED = [
     (with_group(role="Prefill"), "value must be one of"),
     (with_group(role="prefill"), "model m has a group with role prefill, and none with decode or both"),
     (with_group(role="both", options={"kv-transfer-config": "{}"}), "role sets kv-transfer-config; give one of them"),
-    # Not there yet: refused, not ignored.
-    ({**MINIMAL, "tls": {"secretName": "t"}}, "additional properties 'tls' not allowed"),
-    ({**MINIMAL, "auth": {"secretName": "t"}}, "additional properties 'auth' not allowed"),
+    ({**MINIMAL, "router": {"tls": {"verifyClients": True}}}, "router.tls: verifyClients is true and secretName empty"),
+    ({**MINIMAL, "router": {"tls": {"secretName": "A B"}}}, "does not match pattern"),
+    ({**MINIMAL, "router": {"apiKeys": {"secretName": "k", "key": "../k"}}}, "does not match pattern"),
+    ({**MINIMAL, "router": {"options": {"ssl-keyfile": "/k"}}}, "additional properties 'ssl-keyfile' not allowed"),
+    (with_options(join_secret_file="/j"), "additional properties 'join-secret-file' not allowed"),
 ]
 
 
@@ -239,6 +243,40 @@ def test_roles_are_flags_and_open_the_data_ports_between_groups_of_a_model():
             "app.kubernetes.io/name": "weft", "app.kubernetes.io/instance": "w", "app.kubernetes.io/component": "group",
             "weft/model": "m"}}}]}
     assert len(by_name(objects, "NetworkPolicy", "w-weft-o")["spec"]["ingress"]) == 2
+
+
+def secret_mounts(workload):
+    """{mountPath: Secret} of the first container; all of a workload's containers have the same."""
+    secrets = {v["name"]: v["secret"]["secretName"] for v in pod_template(workload)["spec"]["volumes"] if "secret" in v}
+    mounts = [{m["mountPath"]: secrets[m["name"]] for m in c["volumeMounts"] if m["name"] in secrets}
+              for c in containers(workload)]
+    assert all(m == mounts[0] for m in mounts)
+    return mounts[0]
+
+
+def test_secrets_are_mounted_where_flags_point_and_only_where_they_are_needed():
+    values = {**MINIMAL, "groups": [{"name": "g", "model": "m"}, {"name": "wide", "model": "m", "nodes": 2,
+                                                                 "options": {"tensor-parallel-size": 4}}],
+              "router": {"tls": {"secretName": "outer", "verifyClients": True}, "apiKeys": {"secretName": "keys", "key": "k.json"}},
+              "internalTls": {"secretName": "inner"}, "joinSecret": {"secretName": "join"}}
+    objects = render(values)
+    router = by_name(objects, "Deployment", "w-weft-m")
+    pods = {"router": router, "g": by_name(objects, "StatefulSet", "w-weft-g"), "wide": by_name(objects, "LeaderWorkerSet", "w-weft-wide")}
+    assert {name: secret_mounts(pod) for name, pod in pods.items()} == {
+        "router": {"/etc/weft/tls": "outer", "/etc/weft/api-keys": "keys", "/etc/weft/internal-tls": "inner"},
+        "g": {"/etc/weft/internal-tls": "inner"},
+        "wide": {"/etc/weft/internal-tls": "inner", "/etc/weft/join": "join"}}
+    for pod in pods.values():
+        for container in containers(pod):
+            files = [a.partition("=")[2] for a in container["args"] if "/etc/weft/" in a]
+            assert {f.rpartition("/")[0] for f in files} == set(secret_mounts(pod))
+    # kubelet's gRPC probes speak no TLS, and nobody else's h2c works.
+    container = containers(router)[0]
+    assert all("httpGet" in container[probe] for probe in container if probe.endswith("Probe"))
+    assert not any("appProtocol" in port for o in of_kind(objects, "Service") for port in o["spec"]["ports"])
+    plain = render(values | {"router": {}, "internalTls": {}, "joinSecret": {}})
+    assert not any(secret_mounts(w) for w in workloads(plain))
+    assert all("appProtocol" in port for o in of_kind(plain, "Service") for port in o["spec"]["ports"])
 
 
 def test_a_package_holds_rules_and_dashboards(tmp_path):

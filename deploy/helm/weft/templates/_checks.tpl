@@ -25,6 +25,7 @@
 {{- include "weft.checkName" (printf "%s-%s-headless" (include "weft.fullname" $) .) -}}
 {{- end -}}
 {{- include "weft.checkReplicas" (list "router" .Values.router) -}}
+{{- if and .Values.router.tls.verifyClients (not .Values.router.tls.secretName) }}{{ fail "router.tls: verifyClients is true and secretName empty; the CA is in that Secret" }}{{ end -}}
 {{- include "weft.checkGrace" (list "router" .Values.router 0) -}}
 {{- end }}
 

@@ -42,6 +42,8 @@ spec:
     {{- end }}
   volumes:
     {{- include "weft.modelVolume" $model | nindent 4 }}
+    {{- with include "weft.secretVolume" (list "internal-tls" $root.Values.internalTls.secretName) }}{{ nindent 4 . }}{{ end }}
+    {{- with include "weft.secretVolume" (list "join" (include "weft.joinSecret" (list $root $group))) }}{{ nindent 4 . }}{{ end }}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $group.shmSize | default (printf "%dMi" (add 64 (mul 32 $local))) }}}
 {{- end }}
@@ -56,6 +58,7 @@ spec:
     - --listen=0.0.0.0:50052
     - --metrics-host=0.0.0.0
     - --metrics-port=9401
+    {{- with include "weft.groupSecrets" (list $root $group) }}{{ nindent 4 . }}{{ end }}
     {{- with include "weft.groupFlags" (list $group $local) }}{{ nindent 4 . }}{{ end }}
   ports:
     - {name: grpc, containerPort: 50052, protocol: TCP}
@@ -81,6 +84,7 @@ spec:
     - --listen=0.0.0.0:50052
     - --metrics-host=0.0.0.0
     - --metrics-port={{ add 9401 $i }}
+    {{- with include "weft.groupSecrets" (list $root $group) }}{{ nindent 4 . }}{{ end }}
     {{- with include "weft.groupFlags" (list $group 1) }}{{ nindent 4 . }}{{ end }}
   ports:
     {{- if not $i }}
@@ -88,6 +92,22 @@ spec:
     {{- end }}
     - {name: metrics-{{ $i }}, containerPort: {{ add 9401 $i }}, protocol: TCP}
   {{- include "weft.workerContainer" (list $root $group $i) | nindent 2 }}
+{{- end }}
+
+{{/* Ranks of one pod join through a socket that only they reach. */}}
+{{- define "weft.joinSecret" -}}
+{{- $root := index . 0 -}}{{- $group := index . 1 -}}
+{{- if gt (int $group.nodes) 1 }}{{ $root.Values.joinSecret.secretName }}{{ end -}}
+{{- end }}
+
+{{- define "weft.groupSecrets" -}}
+{{- $root := index . 0 -}}{{- $group := index . 1 -}}
+{{- if $root.Values.internalTls.secretName }}
+{{- include "weft.tlsFlags" (list "" "internal-tls" true) }}
+{{- end }}
+{{- if include "weft.joinSecret" . }}
+- --join-secret-file=/etc/weft/join/{{ $root.Values.joinSecret.key }}
+{{- end }}
 {{- end }}
 
 {{/* The options, and threads that fit the CPU limit of `ranks`: a rank sees the CPUs of the node, not the limit. */}}
@@ -129,4 +149,6 @@ securityContext: {{- include "weft.securityContext" $group.capabilities | ninden
 volumeMounts:
   - {name: model, mountPath: /models/{{ $group.model }}, readOnly: true}
   - {name: shm, mountPath: /dev/shm}
+  {{- with include "weft.secretMount" (list "internal-tls" $root.Values.internalTls.secretName) }}{{ nindent 2 . }}{{ end }}
+  {{- with include "weft.secretMount" (list "join" (include "weft.joinSecret" (list $root $group))) }}{{ nindent 2 . }}{{ end }}
 {{- end }}

@@ -144,6 +144,32 @@ lifecycle:
 - {{ printf "--served-model-name=%s" (.servedName | default .name) | quote }}
 {{- end }}
 
+{{/* Where Secrets are mounted: nothing of them is in an argument or the environment. */}}
+{{- define "weft.secretVolume" -}}
+{{- $name := index . 0 -}}{{- $secret := index . 1 -}}
+{{- if $secret -}}
+- name: {{ $name }}
+  secret: {secretName: {{ $secret }}, defaultMode: 0440}
+{{- end -}}
+{{- end }}
+
+{{- define "weft.secretMount" -}}
+{{- $name := index . 0 -}}{{- $secret := index . 1 -}}
+{{- if $secret -}}
+- {name: {{ $name }}, mountPath: /etc/weft/{{ $name }}, readOnly: true}
+{{- end -}}
+{{- end }}
+
+{{/* Flags of a Secret of type kubernetes.io/tls. Call with (list prefix name whether-peers-need-one). */}}
+{{- define "weft.tlsFlags" -}}
+{{- $prefix := index . 0 -}}{{- $dir := printf "/etc/weft/%s" (index . 1) -}}
+- --{{ $prefix }}ssl-certfile={{ $dir }}/tls.crt
+- --{{ $prefix }}ssl-keyfile={{ $dir }}/tls.key
+{{- if index . 2 }}
+- --{{ $prefix }}ssl-ca-certs={{ $dir }}/ca.crt
+{{- end -}}
+{{- end }}
+
 {{- define "weft.modelVolume" -}}
 - name: model
   {{- toYaml (.volume | default (dict "emptyDir" dict)) | nindent 2 }}
