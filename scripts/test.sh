@@ -30,7 +30,8 @@ run_tests() {
 
 scripts/build.sh release
 if [ "$all" = 1 ]; then
-  WEFT_ALL_CELLS=1 run_tests release
+  run_tests release -LE full_product
+  run_tests release -L full_product -j "$jobs"
 else
   run_tests release -LE long
 fi
