@@ -13,22 +13,32 @@ pd=0
 if [ "${1:-}" = --pd ]; then pd=1; shift; fi
 scripts/fetch_model.sh
 
-prompt=${1:-$'<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n'}
+chat() { printf '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n' "$1"; }
 if [ "$pd" = 1 ]; then
+  # Long enough that its KV is something to send.
+  prompt=${1:-$(chat "What is this about?
+$(sed -n 3,13p README.md)")}
   model=models/smollm2-135m-instruct-fp32
   scripts/fetch_model.sh --dtype float32 "$model"
-  generate=(build/bin/weft generate --model "$model" --tensor-parallel-size 2 --decode-context-parallel-size 2
-            --kv-cache-dtype float32 --temperature 0 --max-tokens 64 --prompt "$prompt")
   log=$(mktemp)
   trap 'rm -f "$log"' EXIT
-  handed=$("${generate[@]}" --prefill-tensor-parallel-size 1 --log-level info 2>"$log")
-  grep -E 'kv transfer|tokens/s' "$log"
-  alone=$("${generate[@]}" 2>/dev/null)
-  printf '%s\n' "$handed"
-  [ "$handed" = "$alone" ] || { printf 'one group alone says:\n%s\n' "$alone" >&2; exit 1; }
-  echo "the same, word for word, as one group alone says"
+  generate() {
+    build/bin/weft generate --model "$model" --tensor-parallel-size 2 --decode-context-parallel-size 2 --format json \
+      --kv-cache-dtype float32 --temperature 0 --max-tokens 64 --prompt "$prompt" "$@" 2>"$log" ||
+      { cat "$log" >&2; exit 1; }
+  }
+  field() { .venv/bin/python -c 'import json, sys; print(json.loads(sys.argv[1])[sys.argv[2]])' "$1" "$2"; }
+  handed=$(generate --prefill-tensor-parallel-size 1 --log-level info)
+  field "$handed" text
+  grep -oE 'sent .* computed' "$log" || { cat "$log" >&2; echo "nothing was handed over" >&2; exit 1; }
+  alone=$(generate)
+  ids=$(field "$handed" token_ids)
+  [ "$ids" = "$(field "$alone" token_ids)" ] ||
+    { printf 'one group alone says:\n%s\n' "$(field "$alone" text)" >&2; exit 1; }
+  echo "one group alone says the same, token for token: $ids"
   exit
 fi
+prompt=${1:-$(chat 'What is the capital of France?')}
 exec build/bin/weft generate --model models/smollm2-135m-instruct \
   --tensor-parallel-size 2 --decode-context-parallel-size 2 \
   --temperature 0 --max-tokens 64 --prompt "$prompt"

@@ -96,7 +96,7 @@ void KvMover::HandleMessage(absl::Span<const std::byte> payload) {
       receiver_.OnRows(*message, absl::Now(), reports_);
       break;
     default:
-      sender_.OnAnswer(*message);
+      sender_.OnAnswer(*message, absl::Now());
   }
 }
 

@@ -31,15 +31,15 @@ std::int64_t BufferBytes(const KvRank& rank, const KvMoverOptions& options) {
   return (std::max(options.message_bytes, tile) + 63) / 64 * 64;
 }
 
+// `busy` leaves out what was spent waiting for the prompt.
 void LogDone(std::uint64_t transfer, std::int64_t bytes, std::int64_t overlapped,
-             absl::Duration took) {
+             absl::Duration busy) {
   if (bytes == 0) return;
   spdlog::info(
-      "kv transfer {:016x}: sent {:.3f} MB in {:.1f} ms, {:.2f} GB/s; {:.0f} % while the prompt "
-      "was "
-      "computed",
-      transfer, static_cast<double>(bytes) / 1e6, absl::ToDoubleMilliseconds(took),
-      static_cast<double>(bytes) / 1e9 / std::max(1e-9, absl::ToDoubleSeconds(took)),
+      "kv transfer {:016x}: sent {:.3f} MB in {:.1f} ms, {:.3f} GB/s; {:.0f} % while the prompt "
+      "was computed",
+      transfer, static_cast<double>(bytes) / 1e6, absl::ToDoubleMilliseconds(busy),
+      static_cast<double>(bytes) / 1e9 / std::max(1e-9, absl::ToDoubleSeconds(busy)),
       100.0 * static_cast<double>(overlapped) / static_cast<double>(bytes));
 }
 
@@ -218,7 +218,7 @@ void KvSender::CheckPeers(absl::Time now) {
   }
 }
 
-void KvSender::OnAnswer(const KvMessage& message) {
+void KvSender::OnAnswer(const KvMessage& message, absl::Time now) {
   const auto found = std::find_if(peers_.begin(), peers_.end(), [&message](const auto& entry) {
     return entry.second->connection == message.connection;
   });
@@ -243,6 +243,8 @@ void KvSender::OnAnswer(const KvMessage& message) {
   if (transfer == transfers_.end()) return;
   transfer->second->in_flight -= oldest.bytes;
   transfer->second->taken_bytes += oldest.bytes;
+  if (transfer->second->in_flight == 0)
+    transfer->second->busy += now - transfer->second->busy_since;
   if (message.type == KvMessageType::kRejected) {
     transfer->second->status.Update(
         absl::AbortedError("the decode group has given the transfer up"));
@@ -317,9 +319,9 @@ void KvSender::SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range,
   EncodeKvHeader(message, start);
   peer.untaken.push_back({transfer.id, bytes});
   peer.in_flight += bytes;
+  if (transfer.in_flight == 0) transfer.busy_since = now;
   transfer.in_flight += bytes;
   sent_bytes_ += bytes;
-  if (transfer.taken_bytes + transfer.in_flight == bytes) transfer.first_sent = now;
   if (!transfer.computed) {
     overlapped_bytes_ += bytes;
     transfer.overlapped_bytes += bytes;
@@ -348,8 +350,7 @@ bool KvSender::Report(Transfer& transfer, absl::Time now, std::vector<KvReport>&
   } else if (AllSent(transfer)) {
     report.kind = KvReport::Kind::kDone;
     transfer.finished = true;
-    LogDone(transfer.id, transfer.taken_bytes, transfer.overlapped_bytes,
-            now - transfer.first_sent);
+    LogDone(transfer.id, transfer.taken_bytes, transfer.overlapped_bytes, transfer.busy);
   } else if (transfer.taken_bytes > 0 && now - transfer.last_report > kReportInterval) {
     report.kind = KvReport::Kind::kProgress;
     transfer.last_report = now;

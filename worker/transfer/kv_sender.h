@@ -38,7 +38,7 @@ class KvSender {
   bool OnStepEnd();
 
   // kWelcome, kTaken, kRejected.
-  void OnAnswer(const KvMessage& message);
+  void OnAnswer(const KvMessage& message, absl::Time now);
   // Connects, sends what may be sent, and notices what has ended. True if it did anything.
   bool Pump(absl::Time now, std::vector<KvReport>& reports);
   // How long nothing has to be done, if no message comes and no step goes on.
@@ -74,8 +74,9 @@ class KvSender {
     std::int64_t in_flight = 0;  // bytes sent and not taken
     std::int64_t taken_bytes = 0;
     std::int64_t overlapped_bytes = 0;  // sent before the prompt was computed
-    absl::Time first_sent;
-    bool finished = false;  // reported as done or failed
+    absl::Time busy_since;              // while in_flight > 0
+    absl::Duration busy;                // before that
+    bool finished = false;              // reported as done or failed
     absl::Status status;
     absl::Time last_report;
   };
