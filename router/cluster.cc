@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "fmt/format.h"
 #include "router/validate.h"
+#include "server/base/log.h"
 #include "server/error_reason.h"
 
 namespace weft {
@@ -154,22 +155,42 @@ GroupLoad Cluster::LoadOf(std::size_t index, const GroupSnapshot& group,
           .prefill_tokens = link.prefill_tokens()};
 }
 
+void Cluster::WarnOfMismatch(const GroupLink& link, const GroupSnapshot& prefill,
+                             const GroupLease& decode) {
+  std::string warning = fmt::format(
+      "{} computes no prompts for {}, which computes them itself: its KV is {}, that of the other "
+      "{}",
+      link.address(), decode.link().address(), prefill.kv->format(),
+      decode.snapshot().kv->format());
+  if (warning == last_mismatch_) return;
+  spdlog::warn("{}", warning);
+  last_mismatch_ = std::move(warning);
+}
+
 std::optional<GroupLease> Cluster::PlacePrefill(const GroupLease& decode,
                                                 const PlaceRequest& request) {
   if (!decode.snapshot().kv.has_value()) return std::nullopt;
   const std::int64_t prompt_tokens = request.prompt->num_tokens() + request.more_tokens;
   std::vector<std::shared_ptr<const GroupSnapshot>> groups(links_.size());
   std::vector<GroupLoad> loads(links_.size());
+  std::optional<std::size_t> mismatch;
   for (std::size_t i = 0; i < links_.size(); ++i) {
     groups[i] = links_[i]->Snapshot();
     const GroupSnapshot& group = *groups[i];
     loads[i] = LoadOf(i, group, *request.prompt);
     loads[i].ready = group.ready && group.Prefills() && links_[i].get() != &decode.link() &&
-                     group.kv.has_value() && group.kv->format() == decode.snapshot().kv->format();
+                     group.kv.has_value();
+    if (loads[i].ready && group.kv->format() != decode.snapshot().kv->format()) {
+      loads[i].ready = false;
+      mismatch = i;
+    }
   }
   MutexLock lock(mutex_);
   const auto chosen = prefill_policy_.Pick(loads, prompt_tokens);
-  if (!chosen) return std::nullopt;
+  if (!chosen) {
+    if (mismatch) WarnOfMismatch(*links_[*mismatch], *groups[*mismatch], decode);
+    return std::nullopt;
+  }
   return GroupLease(links_[*chosen], std::move(groups[*chosen]),
                     prompt_tokens - loads[*chosen].cached_tokens);
 }

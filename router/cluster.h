@@ -110,6 +110,9 @@ class Cluster {
   void OnChange(std::size_t index);
   void RunTicker();
   void FailOverdue(Clock::time_point now);
+  // Once, until the reason changes.
+  void WarnOfMismatch(const GroupLink& link, const GroupSnapshot& prefill, const GroupLease& decode)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   GroupLoad LoadOf(std::size_t index, const GroupSnapshot& group, const PromptBlocks& prompt) const;
   // A lease, an error, or UNAVAILABLE while no group is ready.
   absl::StatusOr<GroupLease> TryPlace(const PlaceRequest& request)
@@ -125,6 +128,7 @@ class Cluster {
   std::shared_ptr<const ClusterSnapshot> snapshot_ ABSL_GUARDED_BY(mutex_);
   Policy policy_ ABSL_GUARDED_BY(mutex_);
   Policy prefill_policy_ ABSL_GUARDED_BY(mutex_);  // has a turn of its own
+  std::string last_mismatch_ ABSL_GUARDED_BY(mutex_);
   Placed placed_ ABSL_GUARDED_BY(mutex_);
 
   std::atomic<std::uint64_t> next_wait_{0};

@@ -24,15 +24,15 @@ def channel_options(options):
 class Api:
     """One channel to a router. Requests are dicts, as in JSON; answers are messages."""
 
-    def __init__(self, address, options=(), credentials=None, metadata=()):
-        """`metadata` goes with each call of Inference."""
+    def __init__(self, address, options=(), credentials=None, metadata=(), service=INFERENCE):
+        """`metadata` goes with each call of the service."""
         options = channel_options(options)
         self.channel = (grpc.secure_channel(address, credentials, options) if credentials
                         else grpc.insecure_channel(address, options))
         self.metadata = metadata
         self.database = ProtoReflectionDescriptorDatabase(self.channel)
         self.pool = descriptor_pool.DescriptorPool(self.database)
-        self.service = self.pool.FindServiceByName(INFERENCE)
+        self.service = self.pool.FindServiceByName(service)
         self.health = health_pb2_grpc.HealthStub(self.channel)
 
     def close(self):
@@ -46,7 +46,7 @@ class Api:
         request = message_factory.GetMessageClass(method.input_type)
         response = message_factory.GetMessageClass(method.output_type)
         make = self.channel.unary_stream if method.server_streaming else self.channel.unary_unary
-        call = make(f"/{INFERENCE}/{name}", request_serializer=None if raw else request.SerializeToString,
+        call = make(f"/{self.service.full_name}/{name}", request_serializer=None if raw else request.SerializeToString,
                     response_deserializer=response.FromString)
         return call if raw else (lambda fields, **options: call(request(**fields), metadata=self.metadata, **options))
 
