@@ -48,6 +48,7 @@ void FrameAssembler::Accept(absl::Span<const std::byte> frame) {
   if (frame.size() < sizeof(header)) return Bad("shorter than a header");
   std::memcpy(&header, frame.data(), sizeof(header));
   if (header.magic != kFrameMagic) return Bad("wrong magic or wire version");
+  if (header.key != key_) return Bad("from somebody who was not given our address");
   if (frame.size() > kFrameBytes) return Bad("longer than a frame");
   if (header.channel >= kNumChannels) return Bad("unknown channel");
   if (header.message_bytes > static_cast<std::uint64_t>(kMaxMessageBytes)) {

@@ -21,11 +21,12 @@ struct FrameHeader {
   std::uint8_t channel;
   std::uint8_t reserved[3];
   std::uint64_t message_bytes;  // of the whole message; the frames of a message follow each other
+  std::uint64_t key;  // the receiver's, from its address: who was not given that cannot be heard
 };
-static_assert(sizeof(FrameHeader) == 32 && sizeof(FrameHeader) % 8 == 0,
+static_assert(sizeof(FrameHeader) == 40 && sizeof(FrameHeader) % 8 == 0,
               "payload behind the header keeps the alignment of the frame");
 
-inline constexpr std::uint32_t kFrameMagic = 0x31544657;  // "WFT1"
+inline constexpr std::uint32_t kFrameMagic = 0x32544657;  // "WFT2"
 inline constexpr std::size_t kFrameBytes = sizeof(FrameHeader) + kWholeMessageBytes;
 
 // Turns frames from the wire back into messages, in the order of each sender, whatever the order
@@ -42,7 +43,8 @@ class FrameAssembler {
     virtual void OnMessage(const FrameHeader& header, absl::Span<const std::byte> payload) = 0;
   };
 
-  explicit FrameAssembler(Sink& sink) : sink_(sink) {}
+  // Frames without `key` are dropped.
+  explicit FrameAssembler(Sink& sink, std::uint64_t key = 0) : sink_(sink), key_(key) {}
 
   // `frame` is valid during the call only and may have any alignment.
   void Accept(absl::Span<const std::byte> frame);
@@ -74,6 +76,7 @@ class FrameAssembler {
   void Deliver(const FrameHeader& header, absl::Span<const std::byte> payload);
 
   Sink& sink_;
+  const std::uint64_t key_;
   absl::flat_hash_map<std::uint64_t, std::unique_ptr<Connection>> connections_;
   std::uint64_t clock_ = 0;
   std::uint64_t bad_frames_ = 0;

@@ -16,9 +16,9 @@ namespace weft {
 struct RankOffer {
   std::int32_t rank = 0;
   std::string fabric_address;
-  std::int32_t num_blocks = 0;  // that its memory allows
+  std::int32_t num_blocks = 0;    // that its memory allows
   std::string kv_fabric_address;  // empty: exchanges no KV with other groups
-  std::string agreed;           // RankModel::Agreement(): must equal the leader's
+  std::string agreed;             // RankModel::Agreement(): must equal the leader's
 };
 
 // The leader's list of who has joined. A place is taken once: a second join of a rank, or the end

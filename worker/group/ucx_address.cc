@@ -17,8 +17,9 @@ struct Header {
   std::uint32_t ucx_bytes;
   std::uint64_t checksum;  // of all that follows
   ProcessPlace place;
+  std::uint64_t key;
 };
-constexpr std::uint32_t kMagic = 0x41544657;  // "WFTA"
+constexpr std::uint32_t kMagic = 0x42544657;  // "WFTB"
 constexpr std::size_t kMaxAddressBytes = 4096;
 
 std::uint64_t Checksum(std::string_view bytes) {  // FNV-1a
@@ -27,8 +28,9 @@ std::uint64_t Checksum(std::string_view bytes) {  // FNV-1a
   return hash;
 }
 
-std::uint64_t ChecksumOf(const ProcessPlace& place, std::string_view ucx) {
+std::uint64_t ChecksumOf(const ProcessPlace& place, std::uint64_t key, std::string_view ucx) {
   std::string bytes(reinterpret_cast<const char*>(&place), sizeof(place));
+  bytes.append(reinterpret_cast<const char*>(&key), sizeof(key));
   bytes += ucx;
   return Checksum(bytes);
 }
@@ -64,8 +66,9 @@ int WatchProcess(const ProcessPlace& place) {
 std::string EncodeFabricAddress(const FabricAddress& address) {
   const Header header = {.magic = kMagic,
                          .ucx_bytes = static_cast<std::uint32_t>(address.ucx.size()),
-                         .checksum = ChecksumOf(address.place, address.ucx),
-                         .place = address.place};
+                         .checksum = ChecksumOf(address.place, address.key, address.ucx),
+                         .place = address.place,
+                         .key = address.key};
   std::string text(reinterpret_cast<const char*>(&header), sizeof(header));
   text += address.ucx;
   return text;
@@ -81,10 +84,10 @@ absl::StatusOr<FabricAddress> DecodeFabricAddress(std::string_view text) {
   std::memcpy(&header, text.data(), sizeof(header));
   const std::string_view ucx = text.substr(sizeof(header));
   if (header.magic != kMagic || header.ucx_bytes != ucx.size() ||
-      header.checksum != ChecksumOf(header.place, ucx)) {
+      header.checksum != ChecksumOf(header.place, header.key, ucx)) {
     return absl::InvalidArgumentError("not the address of a UCX fabric, or a damaged one");
   }
-  return FabricAddress{.place = header.place, .ucx = ucx};
+  return FabricAddress{.place = header.place, .ucx = ucx, .key = header.key};
 }
 
 }  // namespace weft

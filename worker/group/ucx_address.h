@@ -28,10 +28,12 @@ bool CanWake(const ProcessPlace& a, const ProcessPlace& b);
 // caller; -1 if it is this process or cannot be seen from here.
 int WatchProcess(const ProcessPlace& place);
 
-// The address of a fabric: where it is, and UCX's own address.
+// The address of a fabric: where it is, and UCX's own address. Anybody who reaches UCX's port may
+// connect to it; a fabric hears only those who send its key, which is in no other place than here.
 struct FabricAddress {
   ProcessPlace place;
   std::string_view ucx;
+  std::uint64_t key = 0;
 };
 
 std::string EncodeFabricAddress(const FabricAddress& address);

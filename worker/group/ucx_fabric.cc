@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -48,15 +49,17 @@ inline void SpinPause() {
 #endif
 }
 
-absl::StatusOr<std::string> MakeAddress(ucp_worker_h worker) {
+absl::StatusOr<std::string> MakeAddress(ucp_worker_h worker, std::uint64_t key) {
   ucp_address_t* ucx_address = nullptr;
   std::size_t ucx_bytes = 0;
   if (ucs_status_t status = ucp_worker_get_address(worker, &ucx_address, &ucx_bytes);
       status != UCS_OK) {
     return UcxError("ucp_worker_get_address", status);
   }
-  std::string address = EncodeFabricAddress(
-      {.place = OwnPlace(), .ucx = {reinterpret_cast<const char*>(ucx_address), ucx_bytes}});
+  std::string address =
+      EncodeFabricAddress({.place = OwnPlace(),
+                           .ucx = {reinterpret_cast<const char*>(ucx_address), ucx_bytes},
+                           .key = key});
   ucp_worker_release_address(worker, ucx_address);
   if (absl::Status status = DecodeFabricAddress(address).status(); !status.ok()) {
     return absl::UnavailableError(
@@ -67,11 +70,11 @@ absl::StatusOr<std::string> MakeAddress(ucp_worker_h worker) {
 
 class UcxFabric final : public Fabric, public FrameAssembler::Sink {
  public:
-  UcxFabric(UcpContext context, UcpWorker worker, std::string address)
+  UcxFabric(UcpContext context, UcpWorker worker, std::string address, std::uint64_t key)
       : context_(std::move(context)),
         worker_(std::move(worker)),
         address_(std::move(address)),
-        assembler_(*this) {}
+        assembler_(*this, key) {}
 
   ~UcxFabric() override {
     state_.closing = true;
@@ -90,7 +93,7 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
   absl::StatusOr<PeerId> Connect(std::string_view address, std::uint32_t self_tag) override {
     ASSIGN_OR_RETURN(const FabricAddress parsed, DecodeFabricAddress(address));
     ASSIGN_OR_RETURN(std::unique_ptr<UcxPeer> peer,
-                     UcxPeer::Connect(worker_.get(), parsed.ucx, self_tag, state_));
+                     UcxPeer::Connect(worker_.get(), parsed.ucx, parsed.key, self_tag, state_));
     if (!CanWake(parsed.place, OwnPlace())) deaf_ = true;
     if (const int process = WatchProcess(parsed.place); process >= 0) {
       descriptors_.push_back({.fd = process, .events = POLLIN, .revents = 0});
@@ -279,9 +282,11 @@ void UcxFabric::Poll(std::chrono::nanoseconds limit) {
 absl::StatusOr<std::unique_ptr<Fabric>> MakeUcxFabric(UcxReach reach) {
   ASSIGN_OR_RETURN(UcpContext context, MakeUcpContext(reach));
   ASSIGN_OR_RETURN(UcpWorker worker, MakeUcpWorker(context.get()));
-  ASSIGN_OR_RETURN(std::string address, MakeAddress(worker.get()));
+  std::random_device random;
+  const std::uint64_t key = std::uniform_int_distribution<std::uint64_t>()(random);
+  ASSIGN_OR_RETURN(std::string address, MakeAddress(worker.get(), key));
   auto fabric =
-      std::make_unique<UcxFabric>(std::move(context), std::move(worker), std::move(address));
+      std::make_unique<UcxFabric>(std::move(context), std::move(worker), std::move(address), key);
   RETURN_IF_ERROR(fabric->Start());
   return fabric;
 }

@@ -23,14 +23,14 @@ std::uint64_t DrawConnection() {
 
 }  // namespace
 
-UcxPeer::UcxPeer(std::uint32_t self_tag, UcxSendState& state)
-    : state_(state), self_tag_(self_tag), connection_(DrawConnection()) {}
+UcxPeer::UcxPeer(std::uint64_t key, std::uint32_t self_tag, UcxSendState& state)
+    : state_(state), key_(key), self_tag_(self_tag), connection_(DrawConnection()) {}
 
 absl::StatusOr<std::unique_ptr<UcxPeer>> UcxPeer::Connect(ucp_worker_h worker,
                                                           std::string_view ucx_address,
-                                                          std::uint32_t self_tag,
+                                                          std::uint64_t key, std::uint32_t self_tag,
                                                           UcxSendState& state) {
-  std::unique_ptr<UcxPeer> peer(new UcxPeer(self_tag, state));
+  std::unique_ptr<UcxPeer> peer(new UcxPeer(key, self_tag, state));
   ucp_ep_params_t params = {};
   params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
                       UCP_EP_PARAM_FIELD_ERR_HANDLER;
@@ -97,7 +97,8 @@ ucs_status_ptr_t UcxPeer::SendFrame(UcxMessage& message, UcxFrame& frame) {
                               .sequence = next_sequence_++,
                               .channel = static_cast<std::uint8_t>(message.channel),
                               .reserved = {},
-                              .message_bytes = message.bytes};
+                              .message_bytes = message.bytes,
+                              .key = key_};
   std::memcpy(frame.bytes, &header, sizeof(header));
   frame.iov[0] = {frame.bytes, sizeof(header)};
   std::size_t num_iov = 1;

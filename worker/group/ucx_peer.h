@@ -87,10 +87,11 @@ struct UcxSendState {
 // Threading: the fabric's thread.
 class UcxPeer {
  public:
-  // Starts to connect to UCX's address of a worker; it must not be damaged, or UCX crashes.
+  // Starts to connect to UCX's address of a worker, whose fabric wants `key`; it must not be
+  // damaged, or UCX crashes.
   static absl::StatusOr<std::unique_ptr<UcxPeer>> Connect(ucp_worker_h worker,
                                                           std::string_view ucx_address,
-                                                          std::uint32_t self_tag,
+                                                          std::uint64_t key, std::uint32_t self_tag,
                                                           UcxSendState& state);
 
   std::uint64_t connection() const { return connection_; }
@@ -115,7 +116,7 @@ class UcxPeer {
   void Close();
 
  private:
-  explicit UcxPeer(std::uint32_t self_tag, UcxSendState& state);
+  UcxPeer(std::uint64_t key, std::uint32_t self_tag, UcxSendState& state);
 
   static void OnFrameSent(void* request, ucs_status_t status, void* frame);
   static void OnFailure(void* self, ucp_ep_h endpoint, ucs_status_t status);
@@ -128,6 +129,7 @@ class UcxPeer {
 
   UcxSendState& state_;
   ucp_ep_h endpoint_ = nullptr;  // null once closed
+  const std::uint64_t key_;      // of the receiver
   const std::uint32_t self_tag_;
   const std::uint64_t connection_;
   std::uint32_t next_sequence_ = 0;

@@ -119,17 +119,18 @@ TEST(FrameAssemblerTest, DropsWhatMakesNoSenseAndKeepsTheRest) {
     return frame;
   };
   assembler.Accept({});
-  assembler.Accept(absl::MakeConstSpan(good).first(31));
+  assembler.Accept(absl::MakeConstSpan(good).first(sizeof(FrameHeader) - 1));
   assembler.Accept(with([](FrameHeader& h) { h.magic ^= 1; }));
+  assembler.Accept(with([](FrameHeader& h) { h.key ^= 1; }));
   assembler.Accept(with([](FrameHeader& h) { h.channel = kNumChannels; }));
   assembler.Accept(with([](FrameHeader& h) { h.message_bytes = std::uint64_t{1} << 60; }));
   assembler.Accept(with([](FrameHeader& h) { h.sequence = 1 << 30; }));
   assembler.Accept(Bytes(kFrameBytes + 1, good[0]));
-  EXPECT_EQ(assembler.bad_frames(), 7);
+  EXPECT_EQ(assembler.bad_frames(), 8);
   EXPECT_THAT(recorder.messages, IsEmpty());
   assembler.Accept(good);
   assembler.Accept(good);  // a duplicate
-  EXPECT_EQ(assembler.bad_frames(), 8);
+  EXPECT_EQ(assembler.bad_frames(), 9);
   EXPECT_THAT(recorder.messages, ElementsAre(Recorder::Message{9, 1, small}));
 }
 

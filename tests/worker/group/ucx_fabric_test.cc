@@ -21,6 +21,7 @@
 #include "tests/worker/group/fabric_checks.h"
 #include "tests/worker/group/rank_processes.h"
 #include "worker/group/communicator.h"
+#include "worker/group/ucx_address.h"
 
 namespace weft {
 namespace {
@@ -69,6 +70,33 @@ TEST_P(UcxOverTest, RefusesWhatItMust) {
       return std::string("connected to a damaged address");
     }
     return CheckRefusals(c);
+  });
+  EXPECT_THAT(ranks.JoinAll(), Each(IsEmpty()));
+}
+
+// UCX takes a connection from anybody who reaches its port.
+TEST_P(UcxOverTest, HearsOnlyThoseWhoWereGivenItsAddress) {
+  RankProcesses ranks(1, [](RankContext& c) -> std::string {
+    const std::string own = c.fabric->LocalAddress();
+    FabricAddress guessed = *DecodeFabricAddress(own);
+    guessed.key ^= 1;
+    std::vector<std::uint32_t> heard;
+    c.fabric->Receive(Channel::kKv, [&heard](std::uint32_t tag, absl::Span<const std::byte>) {
+      heard.push_back(tag);
+    });
+    const std::byte byte{7};
+    const absl::Span<const std::byte> message(&byte, 1);
+    for (const std::uint32_t tag : {1U, 2U}) {
+      const auto peer = c.fabric->Connect(tag == 1 ? EncodeFabricAddress(guessed) : own, tag);
+      if (!peer.ok()) return peer.status().ToString();
+      bool sent = false;
+      const absl::Status status = c.fabric->Send(*peer, Channel::kKv, {message},
+                                                 [&sent](const absl::Status&) { sent = true; });
+      if (!status.ok()) return status.ToString();
+      while (!sent) c.fabric->Wait(absl::Milliseconds(10));
+    }
+    while (heard.empty()) c.fabric->Wait(absl::Milliseconds(10));
+    return heard == std::vector<std::uint32_t>{2} ? "" : "heard a stranger";
   });
   EXPECT_THAT(ranks.JoinAll(), Each(IsEmpty()));
 }
