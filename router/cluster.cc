@@ -52,7 +52,8 @@ Cluster::WaitId Cluster::NewWait() { return WaitId{next_wait_++}; }
 void Cluster::Place(WaitId id, PlaceRequest request, PlaceHandler done) {
   if (options_.policy == RoutingPolicy::kPrefixAware) {
     // Before the lock, for it takes its time.
-    for (const auto& group : Snapshot()->groups) {
+    const auto snapshot = Snapshot();
+    for (const auto& group : snapshot->groups) {
       if (group->block_hash_key.empty()) continue;
       request.prompt->Hash(group->block_hash_key, group->info.block_size());
     }

@@ -55,7 +55,8 @@ absl::Status DoDetokenize(const GenerateContext& context, const v1::DetokenizeRe
   }
   // A model's vocabulary may be padded: such ids have no text.
   std::int32_t vocab_size = context.tokenizer->vocab_size();
-  for (const auto& group : context.cluster->Snapshot()->groups) {
+  const auto snapshot = context.cluster->Snapshot();
+  for (const auto& group : snapshot->groups) {
     vocab_size = std::max(vocab_size, group->vocab_size);
   }
   RETURN_IF_ERROR(ValidateTokenRange(request.token_ids(), vocab_size, "token_ids"));
@@ -66,7 +67,8 @@ absl::Status DoDetokenize(const GenerateContext& context, const v1::DetokenizeRe
 
 absl::Status DescribeModel(const GenerateContext& context, v1::GetModelInfoResponse& response) {
   bool ready = false;
-  for (const auto& group : context.cluster->Snapshot()->groups) {
+  const auto snapshot = context.cluster->Snapshot();
+  for (const auto& group : snapshot->groups) {
     if (!group->ready) continue;
     ready = true;
     response.set_max_model_len(
@@ -194,7 +196,8 @@ grpc::ServerUnaryReactor* RouterService::GetServerInfo(grpc::CallbackServerConte
       [this](const auto&, v1::GetServerInfoResponse& out) {
         out.set_version(std::string(Version()));
         out.set_metrics_address(context_.metrics_address);
-        for (const auto& group : context_.cluster->Snapshot()->groups) {
+        const auto snapshot = context_.cluster->Snapshot();
+        for (const auto& group : snapshot->groups) {
           *out.add_groups() = group->info;
         }
         return absl::OkStatus();
