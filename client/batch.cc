@@ -20,7 +20,11 @@ class Batch {
  public:
   Batch(v1::Inference::Stub& stub, const std::vector<v1::GenerateRequest>& requests,
         const BatchOptions& options)
-      : stub_(stub), requests_(requests), options_(options), slots_(requests.size()) {}
+      : stub_(stub),
+        requests_(requests),
+        options_(options),
+        slots_(requests.size()),
+        contexts_(requests.size()) {}
 
   BatchStats Run();
 
@@ -35,6 +39,8 @@ class Batch {
   // When the next request may be sent; InfiniteFuture while others have to end first.
   absl::Time NextSend(absl::Time start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnCallEnd(std::size_t index, Slot slot);
+  bool GoesOn() const { return !options_.go_on || options_.go_on(); }
+  void Stop();
   void Report(std::size_t index, const Slot& slot, BatchStats& stats);
 
   v1::Inference::Stub& stub_;
@@ -46,6 +52,7 @@ class Batch {
   std::size_t num_sent_ ABSL_GUARDED_BY(mutex_) = 0;
   std::size_t num_ended_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<Slot> slots_ ABSL_GUARDED_BY(mutex_);
+  std::vector<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mutex_);  // of calls under way
 };
 
 // One stream. Deletes itself when gRPC is done with it.
@@ -55,6 +62,10 @@ class Batch::Call final : public grpc::ClientReadReactor<v1::GenerateResponse> {
 
   void Start() {
     slot_.timing.start = absl::Now();
+    {
+      MutexLock lock(batch_.mutex_);
+      batch_.contexts_[index_] = &context_;
+    }
     batch_.stub_.async()->Generate(&context_, &batch_.requests_[index_], this);
     StartRead(&response_);
     StartCall();
@@ -65,6 +76,7 @@ class Batch::Call final : public grpc::ClientReadReactor<v1::GenerateResponse> {
     if (response_.token_ids_size() > 0) slot_.timing.tokens.push_back(absl::Now());
     slot_.completion.Append(response_);
     if (batch_.options_.on_message) batch_.options_.on_message(index_, response_);
+    if (!batch_.GoesOn()) context_.TryCancel();
     response_.Clear();
     StartRead(&response_);
   }
@@ -82,6 +94,10 @@ class Batch::Call final : public grpc::ClientReadReactor<v1::GenerateResponse> {
     // last reference to a channel must not go on one of gRPC's own threads.
     Batch& batch = batch_;
     const std::size_t index = index_;
+    {
+      MutexLock lock(batch.mutex_);
+      batch.contexts_[index] = nullptr;
+    }
     Slot slot = std::move(slot_);
     delete this;
     batch.OnCallEnd(index, std::move(slot));
@@ -107,6 +123,17 @@ void Batch::OnCallEnd(std::size_t index, Slot slot) {
   slots_[index] = std::move(slot);
   ++num_ended_;
   changed_.NotifyAll();
+}
+
+void Batch::Stop() {
+  MutexLock lock(mutex_);
+  for (; num_sent_ < slots_.size(); ++num_sent_, ++num_ended_) {
+    slots_[num_sent_].ended = true;
+    slots_[num_sent_].completion.status = absl::CancelledError("not sent");
+  }
+  for (grpc::ClientContext* context : contexts_) {
+    if (context != nullptr) context->TryCancel();
+  }
 }
 
 void Batch::Report(std::size_t index, const Slot& slot, BatchStats& stats) {
@@ -144,6 +171,7 @@ BatchStats Batch::Run() {
       continue;
     }
     Report(reported++, ended, stats);
+    if (!GoesOn()) Stop();
     if (!ended.timing.tokens.empty()) {
       first_tokens += ended.timing.tokens.front() - ended.timing.start;
       ++num_first_tokens;

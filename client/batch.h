@@ -23,6 +23,9 @@ struct BatchOptions {
   // By request: when it is sent at the soonest, after the start of the batch. Growing. Empty: all
   // at once, as far as concurrency allows.
   std::vector<absl::Duration> send_at;
+  // Asked after every message and completion, on any thread: false cancels what is under way and
+  // sends nothing more. May be null.
+  std::function<bool()> go_on;
   // Every message as it comes, on gRPC's threads; one at a time per request. May be null.
   std::function<void(std::size_t index, const v1::GenerateResponse& response)> on_message;
   // Every completion, in the order of the requests, on the calling thread. May be null.

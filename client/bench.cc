@@ -14,12 +14,12 @@
 #include "client/bench_stats.h"
 #include "client/client_run.h"
 #include "client/commands.h"
-#include "client/output.h"
 #include "client/prompts_file.h"
 #include "client/server_info.h"
 #include "fmt/format.h"
 #include "grpcpp/channel.h"
 #include "server/base/log.h"
+#include "server/base/output.h"
 #include "server/base/status_macros.h"
 #include "server/grpc_server.h"
 
@@ -135,14 +135,21 @@ BenchSample SampleOf(const Completion& completion, const RequestTiming& timing) 
   return sample;
 }
 
+constexpr absl::Duration kTellInterval = absl::Seconds(10);
+
 // What came of the load.
 struct BenchResult {
   std::vector<BenchSample> samples;
   absl::Duration wall_time;
   std::string first_error;
+  absl::Time last_told = absl::Now();
 
   void Add(const Completion& completion, const RequestTiming& timing) {
     samples.push_back(SampleOf(completion, timing));
+    if (const absl::Time now = absl::Now(); now - last_told > kTellInterval) {
+      last_told = now;
+      PrintErr("weft bench: {} requests have ended\n", samples.size());
+    }
     if (completion.status.ok() || !first_error.empty()) return;
     first_error = std::string(completion.status.message());
   }
@@ -233,8 +240,8 @@ int SendAndMeasure(const std::shared_ptr<grpc::Channel>& channel, const BenchFla
   PrintOut(flags.format == "json" ? BenchToJson(summary, flags.Load(), server) + "\n"
                                   : FormatBenchTable(summary, flags.Load(), server));
   if (summary.failed == 0) return 0;
-  fmt::print(stderr, "weft bench: {} of {} requests failed; the first: {}\n", summary.failed,
-             result.samples.size(), result.first_error);
+  PrintErr("weft bench: {} of {} requests failed; the first: {}\n", summary.failed,
+           result.samples.size(), result.first_error);
   return 1;
 }
 
@@ -263,7 +270,7 @@ int BenchCommand(int argc, char** argv) {
       CheckServerFlags(server, group, parser);
   status.Update(channel_options.status());
   if (!status.ok()) {
-    fmt::print(stderr, "weft bench: {}\n", std::string(status.message()));
+    PrintErr("weft bench: {}\n", std::string(status.message()));
     return kExitConfigError;
   }
   return RunClient(

@@ -9,6 +9,7 @@
 #include "client/server_info.h"
 #include "fmt/format.h"
 #include "grpcpp/channel.h"
+#include "server/base/output.h"
 #include "server/base/status_macros.h"
 #include "server/file_limit.h"
 #include "server/grpc_server.h"
@@ -32,7 +33,7 @@ void PrintLayout(const std::shared_ptr<grpc::Channel>& channel,
   if (!info.ok()) return;
   for (const v1::GroupInfo& group : info->groups()) {
     const std::string role = group.kv_role().empty() ? "" : fmt::format(" ({})", group.kv_role());
-    fmt::print(stderr, "{}{}: {}\n", group.model(), role, DescribeLayout(group));
+    PrintErr("{}{}: {}\n", group.model(), role, DescribeLayout(group));
   }
 }
 
@@ -115,6 +116,9 @@ void ServerFlags::AddTo(OptionParser& parser) {
 absl::StatusOr<GrpcChannelOptions> CheckServerFlags(const ServerFlags& server,
                                                     const GroupFlags& group,
                                                     const OptionParser& parser) {
+  if (server.address && server.address->empty()) {
+    return absl::InvalidArgumentError("--address is empty; HOST:PORT of a router is wanted");
+  }
   if (!server.address) {
     for (const char* name : {"--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"}) {
       if (!parser.GivenAsFlag(name)) continue;

@@ -8,11 +8,11 @@
 #include "client/batch.h"
 #include "client/client_run.h"
 #include "client/commands.h"
-#include "client/output.h"
 #include "client/prompts_file.h"
 #include "fmt/format.h"
 #include "grpcpp/channel.h"
 #include "server/base/log.h"
+#include "server/base/output.h"
 #include "server/base/status_macros.h"
 #include "server/grpc_server.h"
 
@@ -35,7 +35,7 @@ struct GenerateFlags {
   std::optional<double> repetition_penalty;
   std::optional<std::int32_t> min_tokens;
   std::vector<std::int32_t> stop_token_ids;
-  std::optional<std::string> stop;
+  std::vector<std::string> stop;
   std::optional<bool> ignore_eos;
   std::optional<std::int32_t> logprobs;
 
@@ -65,7 +65,7 @@ void GenerateFlags::AddTo(OptionParser& parser) {
   parser.Add("--frequency-penalty", &frequency_penalty, "0");
   parser.Add("--repetition-penalty", &repetition_penalty, "Of the prompt's tokens, too; 1");
   parser.Add("--min-tokens", &min_tokens, "No end before; 0");
-  parser.Add("--stop", &stop, "Text that ends a completion");
+  parser.AddTexts("--stop", &stop, "Text that ends a completion; may be repeated");
   parser.Add("--stop-token-ids", &stop_token_ids, "Tokens that end a completion");
   parser.Add("--ignore-eos", &ignore_eos, "Go on after the end of the sequence");
   parser.Add("--logprobs", &logprobs, "Most probable tokens per position, shown by --format json");
@@ -86,7 +86,7 @@ v1::SamplingParams GenerateFlags::Sampling() const {
   if (frequency_penalty) sampling.set_frequency_penalty(static_cast<float>(*frequency_penalty));
   if (repetition_penalty) sampling.set_repetition_penalty(static_cast<float>(*repetition_penalty));
   if (min_tokens) sampling.set_min_tokens(*min_tokens);
-  if (stop) sampling.add_stop(*stop);
+  for (const std::string& text : stop) sampling.add_stop(text);
   if (logprobs) sampling.set_logprobs(*logprobs);
   if (ignore_eos) sampling.set_ignore_eos(*ignore_eos);
   sampling.mutable_stop_token_ids()->Add(stop_token_ids.begin(), stop_token_ids.end());
@@ -113,12 +113,12 @@ absl::StatusOr<std::vector<v1::GenerateRequest>> GenerateFlags::Requests() const
 }
 
 void PrintSummary(const BatchStats& stats, std::size_t num_requests) {
-  fmt::print(
-      stderr,
-      "\n{} request{}, {} prompt tokens, {} tokens in {:.2f} s: {:.1f} tokens/s, first token "
+  PrintErr(
+      "\n{} request{}{}, {} prompt tokens, {} tokens in {:.2f} s: {:.1f} tokens/s, first token "
       "after {:.0f} ms\n",
-      num_requests, num_requests == 1 ? "" : "s", stats.prompt_tokens, stats.completion_tokens,
-      absl::ToDoubleSeconds(stats.wall_time),
+      num_requests, num_requests == 1 ? "" : "s",
+      stats.failed == 0 ? "" : fmt::format(" ({} failed)", stats.failed), stats.prompt_tokens,
+      stats.completion_tokens, absl::ToDoubleSeconds(stats.wall_time),
       static_cast<double>(stats.completion_tokens) / absl::ToDoubleSeconds(stats.wall_time),
       absl::ToDoubleMilliseconds(stats.time_to_first_token));
 }
@@ -137,18 +137,18 @@ int SendAndPrint(const std::shared_ptr<grpc::Channel>& channel,
   }
   options.on_completion = [&](std::size_t index, const Completion& completion,
                               const RequestTiming&) {
-    if (cancelled) return;
+    if (cancelled || OutputFailed()) return;
     if (flags.format == "json") {
       PrintOut(CompletionToJson(index, completion) + "\n");
     } else if (!completion.status.ok()) {
-      fmt::print(stderr, "weft generate: prompt {}: {}\n", index,
-                 std::string(completion.status.message()));
+      PrintErr("weft generate: prompt {}: {}\n", index, std::string(completion.status.message()));
     } else {
       PrintOut((one_text ? "" : completion.text) + "\n");
     }
   };
+  options.go_on = [] { return !OutputFailed(); };  // else the rest is for nobody
   const BatchStats stats = RunBatch(*stub, requests, options);
-  if (!cancelled) PrintSummary(stats, requests.size());
+  if (!cancelled && !OutputFailed()) PrintSummary(stats, requests.size());
   return stats.failed == 0 ? 0 : 1;
 }
 
@@ -175,7 +175,7 @@ int GenerateCommand(int argc, char** argv) {
       CheckServerFlags(server, group, parser);
   status.Update(channel_options.status());
   if (!status.ok()) {
-    fmt::print(stderr, "weft generate: {}\n", std::string(status.message()));
+    PrintErr("weft generate: {}\n", std::string(status.message()));
     return kExitConfigError;
   }
   for (v1::GenerateRequest& request : *requests) request.set_model(group.served_model_name);

@@ -3,8 +3,8 @@
 #include <string_view>
 
 #include "client/commands.h"
-#include "client/output.h"
 #include "fmt/format.h"
+#include "server/base/output.h"
 #include "server/exit_codes.h"
 #include "server/file_limit.h"
 #include "server/version.h"
@@ -28,7 +28,7 @@ int Run(int argc, char** argv) {
       command == "serve" || command == "generate" || command == "bench" || command == "status";
   if (is_known) {
     if (const absl::Status status = weft::RaiseFileLimit(weft::kMinClientFiles); !status.ok()) {
-      fmt::print(stderr, "weft: {}\n", std::string(status.message()));
+      weft::PrintErr("weft: {}\n", std::string(status.message()));
       return weft::kExitConfigError;
     }
   }
@@ -38,18 +38,17 @@ int Run(int argc, char** argv) {
   if (command == "status") return weft::StatusCommand(argc - 1, argv + 1);
   if (command == "plan") return weft::PlanCommand(argc - 1, argv + 1);
   if (command == "--help" || command == "-h" || command == "help") {
-    fmt::print("{}", kUsage);
+    weft::PrintOut(kUsage);
     return 0;
   }
   if (command == "--version") {
-    fmt::print("{}\n", weft::Version());
+    weft::PrintOut(fmt::format("weft {}\n", weft::Version()));
     return 0;
   }
   if (command.empty()) {
-    fmt::print(stderr, "{}", kUsage);
+    weft::PrintErr("{}", kUsage);
   } else {
-    fmt::print(
-        stderr,
+    weft::PrintErr(
         "weft: there is no command \"{}\"; serve, generate, bench, status and plan are there\n",
         command);
   }

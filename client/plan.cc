@@ -6,6 +6,7 @@
 
 #include "client/commands.h"
 #include "fmt/format.h"
+#include "server/base/output.h"
 #include "server/exit_codes.h"
 #include "server/supervisor.h"
 
@@ -16,7 +17,7 @@ int PlanCommand(int argc, char** argv) {
   (void)argc;
   const std::string program = SiblingProgram("weft-plan");
   execv(program.c_str(), argv);
-  fmt::print(stderr, "weft plan: {}: {}\n", program, std::strerror(errno));
+  PrintErr("weft plan: {}: {}\n", program, std::strerror(errno));
   return kExitConfigError;
 }
 

@@ -7,19 +7,19 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <set>
 #include <string>
 #include <system_error>
 
 #include "client/sampling_json.h"
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
+#include "server/base/parse_json.h"
 #include "server/base/status_macros.h"
 
 namespace weft {
 namespace {
 
-using Json = nlohmann::json;
+using Json = nlohmann::ordered_json;
 
 absl::Status ReadField(const std::string& key, const Json& value, v1::GenerateRequest& request) {
   if (key == "prompt") {
@@ -46,20 +46,8 @@ absl::Status ReadField(const std::string& key, const Json& value, v1::GenerateRe
 
 absl::StatusOr<v1::GenerateRequest> ParseLine(std::string_view line,
                                               const v1::SamplingParams& defaults) {
-  std::set<std::string> keys;
-  std::string twice;
-  const Json object = Json::parse(
-      line,
-      [&](int depth, Json::parse_event_t event, Json& key) {
-        if (depth == 1 && event == Json::parse_event_t::key &&
-            !keys.insert(key.get<std::string>()).second) {
-          twice = key.get<std::string>();
-        }
-        return true;
-      },
-      /*allow_exceptions=*/false);
+  ASSIGN_OR_RETURN(const Json object, ParseJson(line));
   if (!object.is_object()) return absl::InvalidArgumentError("not a JSON object");
-  if (!twice.empty()) return absl::InvalidArgumentError(fmt::format("`{}` is there twice", twice));
   const auto given = [&](const char* key) {
     const auto it = object.find(key);
     return it != object.end() && !it->is_null();

@@ -16,7 +16,7 @@
 namespace weft {
 namespace {
 
-using Json = nlohmann::json;
+using Json = nlohmann::ordered_json;
 using google::protobuf::FieldDescriptor;
 using google::protobuf::Reflection;
 
@@ -37,7 +37,7 @@ absl::Status SetScalar(const Json& value, const FieldDescriptor& field,
   switch (field.cpp_type()) {
     case FieldDescriptor::CPPTYPE_INT32: {
       const std::optional<std::int32_t> v = AsInt32(value);
-      if (!v) return WrongJsonType(field.name(), "an integer", value);
+      if (!v) return WrongJsonType(field.name(), "an integer from -2^31 to 2^31-1", value);
       reflection.SetInt32(&sampling, &field, *v);
       return absl::OkStatus();
     }

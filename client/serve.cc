@@ -6,6 +6,7 @@
 #include "client/local_cluster.h"
 #include "fmt/format.h"
 #include "server/base/log.h"
+#include "server/base/output.h"
 #include "server/file_limit.h"
 #include "server/group_flags.h"
 #include "server/metrics_server.h"
@@ -23,7 +24,6 @@ constexpr absl::Duration kStopMargin = absl::Seconds(5);
 }  // namespace
 
 int ServeCommand(int argc, char** argv) {
-  TerminationSignals signals;
   GroupFlags group;
   RouterFlags router;
   MetricsFlags metrics;
@@ -36,12 +36,13 @@ int ServeCommand(int argc, char** argv) {
   router.AddTo(parser);
   metrics.AddTo(parser, "9400, the router's; ranks take free ones, which weft status shows");
   if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
+  TerminationSignals signals;
   InitLog("weft", group.log_level);
   absl::Status status = group.Check();
   if (status.ok()) status = prefill.Check(parser);
   if (status.ok()) status = RaiseFileLimit(kMinServerFiles);
   if (!status.ok()) {
-    fmt::print(stderr, "weft serve: {}\n", std::string(status.message()));
+    PrintErr("weft serve: {}\n", std::string(status.message()));
     return kExitConfigError;
   }
 

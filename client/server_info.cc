@@ -97,11 +97,11 @@ std::string ServerInfoToJson(const v1::GetServerInfoResponse& info) {
 
 std::string DescribeLayout(const v1::GroupInfo& group) {
   return fmt::format(
-      "{} ranks, KV cache sharded by position over {}, blocks of {} tokens in runs of {}, "
+      "{} rank{}, KV cache sharded by position over {}, blocks of {} tokens in runs of {}, "
       "{} KV bytes per token per rank, exchange {}",
-      group.tensor_parallel_size(), group.decode_context_parallel_size(), group.block_size(),
-      group.cp_kv_cache_interleave_size(), group.kv_bytes_per_token_per_rank(),
-      group.dcp_comm_backend());
+      group.tensor_parallel_size(), group.tensor_parallel_size() == 1 ? "" : "s",
+      group.decode_context_parallel_size(), group.block_size(), group.cp_kv_cache_interleave_size(),
+      group.kv_bytes_per_token_per_rank(), group.dcp_comm_backend());
 }
 
 }  // namespace weft

@@ -3,11 +3,11 @@
 
 #include "client/commands.h"
 #include "client/connection.h"
-#include "client/output.h"
 #include "client/server_info.h"
 #include "fmt/format.h"
 #include "grpcpp/channel.h"
 #include "server/base/log.h"
+#include "server/base/output.h"
 #include "server/grpc_server.h"
 #include "server/options.h"
 
@@ -29,13 +29,13 @@ int StatusCommand(int argc, char** argv) {
 
   const absl::StatusOr<GrpcChannelOptions> options = connection.ChannelOptions();
   if (!options.ok()) {
-    fmt::print(stderr, "weft status: {}\n", std::string(options.status().message()));
+    PrintErr("weft status: {}\n", std::string(options.status().message()));
     return kExitConfigError;
   }
   const auto stub = v1::Inference::NewStub(NewGrpcChannel(address, *options));
   const auto info = FetchServerInfo(*stub, timeout);
   if (!info.ok()) {
-    fmt::print(stderr, "weft status: {}: {}\n", address, std::string(info.status().message()));
+    PrintErr("weft status: {}: {}\n", address, std::string(info.status().message()));
     return 1;
   }
   PrintOut(format == "json" ? ServerInfoToJson(*info) + "\n" : FormatServerInfo(*info));

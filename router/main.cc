@@ -22,6 +22,7 @@
 #include "router/text/tokenizer.h"
 #include "router/text_pool.h"
 #include "server/base/log.h"
+#include "server/base/output.h"
 #include "server/base/read_file.h"
 #include "server/base/status_macros.h"
 #include "server/file_limit.h"
@@ -251,7 +252,7 @@ absl::Status RunSimulation(const Flags& flags) {
     return absl::InvalidArgumentError(
         fmt::format("{}: {}", flags.simulate, std::string(requests.status().message())));
   }
-  fmt::print("{}", SimulationReport(*requests, flags.simulated, flags.routing_request_tokens));
+  PrintOut(SimulationReport(*requests, flags.simulated, flags.routing_request_tokens));
   return absl::OkStatus();
 }
 
@@ -292,8 +293,8 @@ int Main(int argc, char** argv) {
   InitGrpcLog();
   const absl::Status status =
       flags.simulate.empty() ? Run(flags, signals, link) : RunSimulation(flags);
-  if (status.ok()) return 0;
-  fmt::print(stderr, "weft-router: {}\n", std::string(status.message()));
+  if (status.ok()) return FinishOutput(0);
+  PrintErr("weft-router: {}\n", std::string(status.message()));
   return kExitConfigError;
 }
 

@@ -7,13 +7,14 @@
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
 #include "server/base/log.h"
+#include "server/base/parse_json.h"
 #include "server/base/status_macros.h"
 #include "server/error_reason.h"
 
 namespace weft {
 namespace {
 
-using Json = nlohmann::json;
+using Json = nlohmann::ordered_json;
 
 constexpr std::uintmax_t kMaxFileBytes = std::uintmax_t{16} << 20;
 constexpr std::size_t kMaxNameBytes = 64;
@@ -217,7 +218,8 @@ absl::StatusOr<std::vector<Tenants::Entry>> Tenants::Parse(const std::string& pa
     return absl::InvalidArgumentError(
         fmt::format("--api-keys-file: {}", std::string(text.status().message())));
   }
-  const Json file = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  // What is wrong with it may quote a key.
+  const Json file = ParseJson(*text).value_or(Json());
   if (!file.is_object() || !file.contains("tenants") || !file["tenants"].is_array()) {
     return wrong("it is no JSON object with a list \"tenants\"");
   }

@@ -7,10 +7,11 @@
 #                                   fp32; then the two do it alone, and the tokens are compared
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/setup.sh
-scripts/build.sh release
 pd=0
 if [ "${1:-}" = --pd ]; then pd=1; shift; fi
+if [ $# -gt 1 ] || [[ "${1:-}" = -* ]]; then sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; fi
+scripts/setup.sh
+scripts/build.sh release weft weft-router weft-worker weft-plan
 scripts/fetch_model.sh
 
 chat() { printf '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n' "$1"; }
@@ -39,6 +40,8 @@ $(sed -n 3,13p README.md)")}
   exit
 fi
 prompt=${1:-$(chat 'What is the capital of France?')}
-exec build/bin/weft generate --model models/smollm2-135m-instruct \
+printf '%s' "$prompt"
+build/bin/weft generate --model models/smollm2-135m-instruct \
   --tensor-parallel-size 2 --decode-context-parallel-size 2 \
   --temperature 0 --max-tokens 64 --prompt "$prompt"
+echo "To go on: build/bin/weft serve models/smollm2-135m-instruct -tp 2 -dcp 2"

@@ -20,11 +20,15 @@ namespace {
 
 constexpr int kChildSocket = 3;
 
+// Options reach children as arguments; this one of the kernels has no flag.
+constexpr std::string_view kCpuTarget = "WEFT_CPU_TARGET=";
+
 std::vector<std::string> ChildEnvironment(
     const std::vector<std::pair<std::string, std::string>>& added) {
   std::vector<std::string> result;
   for (char** entry = environ; *entry != nullptr; ++entry) {
-    if (!std::string_view(*entry).starts_with("WEFT_")) result.emplace_back(*entry);
+    const std::string_view text = *entry;
+    if (!text.starts_with("WEFT_") || text.starts_with(kCpuTarget)) result.emplace_back(text);
   }
   for (const auto& [name, value] : added) result.push_back(fmt::format("{}={}", name, value));
   result.push_back(fmt::format("{}={}", kSupervisorFdVariable, kChildSocket));

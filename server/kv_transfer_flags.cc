@@ -2,22 +2,26 @@
 
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
+#include "server/base/parse_json.h"
 #include "server/base/status_macros.h"
+#include "server/option_text.h"
 
 namespace weft {
 namespace {
 
 constexpr std::string_view kFlag = "--kv-transfer-config";
 constexpr std::string_view kKeys = "kv_connector, kv_role, mode, kv_buffer_size";
+constexpr std::size_t kMostShown = 100;
 constexpr std::int64_t kMinBuffer = std::int64_t{1} << 10;
 constexpr std::int64_t kMaxBuffer = std::int64_t{1} << 30;
 
-absl::Status Wrong(std::string_view key, const nlohmann::json& seen, std::string_view allowed) {
+absl::Status Wrong(std::string_view key, const nlohmann::ordered_json& seen,
+                   std::string_view allowed) {
   return absl::InvalidArgumentError(
-      fmt::format("{}: {} is {}; allowed is {}", kFlag, key, seen.dump(), allowed));
+      fmt::format("{}: {} is {}; allowed is {}", kFlag, key, seen.dump().substr(0, kMostShown), allowed));
 }
 
-absl::Status ReadKey(const std::string& key, const nlohmann::json& value,
+absl::Status ReadKey(const std::string& key, const nlohmann::ordered_json& value,
                      KvTransferConfig& config) {
   if (key == "kv_connector") {
     if (value == "UcxConnector") return absl::OkStatus();
@@ -68,10 +72,15 @@ std::string_view KvRoleName(KvRole role) {
 absl::StatusOr<KvTransferConfig> ParseKvTransferConfig(std::string_view text) {
   KvTransferConfig config;
   if (text.empty()) return config;
-  const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const absl::StatusOr<nlohmann::ordered_json> parsed = ParseJson(text);
+  if (!parsed.ok()) {
+    return absl::InvalidArgumentError(
+        fmt::format("{} is {}: {}", kFlag, Quoted(text), std::string(parsed.status().message())));
+  }
+  const nlohmann::ordered_json& json = *parsed;
   if (!json.is_object()) {
     return absl::InvalidArgumentError(
-        fmt::format("{} is \"{}\"; a JSON object is wanted, with kv_role", kFlag, text));
+        fmt::format("{} is {}; a JSON object is wanted, with kv_role", kFlag, Quoted(text)));
   }
   for (const auto& [key, value] : json.items()) RETURN_IF_ERROR(ReadKey(key, value, config));
   if (config.role == KvRole::kNone) {

@@ -80,7 +80,11 @@ template std::optional<double> ParseNumber(std::string_view, const std::optional
 
 std::string DescribeRange(std::string_view what, const std::optional<Range>& range) {
   if (!range.has_value()) return std::string(what);
-  return fmt::format("{} from {} to {}", what, range->min, range->max);
+  const auto number = [](long double value) {
+    return value == std::floor(value) && std::abs(value) < 1e20L ? fmt::format("{:.0f}", value)
+                                                                 : fmt::format("{:g}", value);
+  };
+  return fmt::format("{} from {} to {}", what, number(range->min), number(range->max));
 }
 
 std::vector<std::string> SplitList(std::string_view text) {

@@ -1,5 +1,7 @@
 // What each type of option takes and how it is written: OptionParser::Add().
 
+#include <limits>
+#include <type_traits>
 #include <utility>
 
 #include "fmt/format.h"
@@ -18,7 +20,11 @@ struct Text {  // a number
     return ParseNumber<T>(text, range);
   }
   static std::string Takes(const MaybeRange& range) {
-    return DescribeRange(std::is_integral_v<T> ? "an integer" : "a number", range);
+    if constexpr (std::is_integral_v<T>) {
+      const Range any(std::numeric_limits<T>::min(), std::numeric_limits<T>::max());
+      return DescribeRange("an integer", range.value_or(any));
+    }
+    return DescribeRange("a number", range);
   }
   static std::string Show(const T& value) { return fmt::format("{}", value); }
   static constexpr char kKind[] = "NUMBER";
@@ -131,6 +137,20 @@ void OptionParser::Add(std::string_view names, T* value, std::string_view help, 
             .is_flag = std::is_same_v<typename Place<T>::Element, bool>,
             .is_list = Place<T>::kIsList,
             .is_text = Codec::kIsText},
+           help);
+}
+
+void OptionParser::AddTexts(std::string_view names, std::vector<std::string>* value,
+                            std::string_view help) {
+  using Codec = Text<std::string>;
+  AddValue(names,
+           {.set = Setter<std::vector<std::string>, Codec>(value, std::nullopt),
+            .show = Shower<std::vector<std::string>, Codec>(value),
+            .takes = Codec::Takes(std::nullopt),
+            .kind = Codec::kKind,
+            .is_list = true,
+            .splits = false,
+            .is_text = true},
            help);
 }
 

@@ -15,6 +15,7 @@
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
 #include "server/base/check.h"
+#include "server/base/parse_json.h"
 #include "server/base/status_macros.h"
 #include "server/option_text.h"
 #include "server/version.h"
@@ -37,7 +38,12 @@ struct FileItem {
 };
 
 absl::StatusOr<std::vector<FileItem>> ReadJson(const std::string& path, const std::string& text) {
-  const auto json = nlohmann::ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const absl::StatusOr<nlohmann::ordered_json> parsed = ParseJson(text);
+  if (!parsed.ok()) {
+    return absl::InvalidArgumentError(
+        fmt::format("{}: {}", path, std::string(parsed.status().message())));
+  }
+  const nlohmann::ordered_json& json = *parsed;
   if (!json.is_object()) {
     return absl::InvalidArgumentError(fmt::format("{} is not a JSON object", path));
   }
@@ -84,6 +90,8 @@ absl::StatusOr<std::vector<FileItem>> ReadToml(const std::string& path, const st
   return items;
 }
 
+constexpr std::size_t kMaxConfigBytes = std::size_t{1} << 20;
+
 absl::StatusOr<std::vector<FileItem>> ReadConfigFile(const std::string& path) {
   std::ifstream file(path);
   std::error_code error;
@@ -91,8 +99,16 @@ absl::StatusOr<std::vector<FileItem>> ReadConfigFile(const std::string& path) {
     return absl::InvalidArgumentError(
         fmt::format("--config is {}, which cannot be read", Quoted(path)));
   }
-  const std::string text(std::istreambuf_iterator<char>(file), {});
-  return path.ends_with(".json") ? ReadJson(path, text) : ReadToml(path, text);
+  std::string text(kMaxConfigBytes + 1, '\0');
+  text.resize(static_cast<std::size_t>(
+      file.read(text.data(), static_cast<std::streamsize>(text.size())).gcount()));
+  if (text.size() > kMaxConfigBytes) {
+    return absl::InvalidArgumentError(
+        fmt::format("--config is {}, which has more than {} bytes", Quoted(path), kMaxConfigBytes));
+  }
+  const std::size_t first = text.find_first_not_of(" \t\r\n");
+  const bool is_json = first != std::string::npos && text[first] == '{';
+  return is_json || path.ends_with(".json") ? ReadJson(path, text) : ReadToml(path, text);
 }
 
 }  // namespace
@@ -144,7 +160,7 @@ OptionParser::OptionParser(std::string_view program, std::string_view descriptio
       "empty is unset),\nelse from its key in the --config file (block-size).");
   impl_->print_config = impl_->app.add_flag("--print-config");
   impl_->print_config->description("Print the resolved options as JSON for --config, and exit");
-  Add("--config", &impl_->config_path, "File with options: JSON if it ends in .json, else TOML");
+  Add("--config", &impl_->config_path, "File with options, a JSON object or TOML");
 }
 
 OptionParser::~OptionParser() = default;
@@ -258,11 +274,11 @@ absl::StatusOr<std::optional<std::string>> OptionParser::Impl::ParseArguments(
 absl::Status OptionParser::Impl::SetFrom(Entry& entry, const std::vector<std::string>& texts,
                                          std::string_view origin) {
   std::vector<std::string> parts;
-  if (entry.value.is_list) {
+  if (entry.value.is_list && entry.value.splits) {
     for (const std::string& text : texts) {
       for (std::string& part : SplitList(text)) parts.push_back(std::move(part));
     }
-  } else if (texts.size() == 1) {
+  } else if (entry.value.is_list || texts.size() == 1) {
     parts = texts;
   } else {
     return absl::InvalidArgumentError(

@@ -27,7 +27,7 @@ struct Range {
 
 // One table of a program's options. Each is set by its flag, else by its WEFT_ variable
 // (--block-size: WEFT_BLOCK_SIZE), else by its key in the file of --config (block-size or
-// block_size; JSON for *.json, else TOML), else keeps the value its variable had when added.
+// block_size; a JSON object or TOML), else keeps the value its variable had when added.
 // --config, --print-config, --help and --version are there by themselves.
 //
 //   OptionParser parser("weft-worker", "One rank of a group, or all of this host.");
@@ -58,6 +58,8 @@ class OptionParser {
   template <typename T>
   void Add(std::string_view names, T* value, std::string_view help,
            std::optional<Range> range = std::nullopt);
+  // Texts that may hold commas: the flag is repeated, or its list in a JSON file has several.
+  void AddTexts(std::string_view names, std::vector<std::string>* value, std::string_view help);
   // Bytes: "2GiB", "512MiB", "1.5GB" or a plain number; never negative. T is std::int64_t or a
   // std::optional of it.
   template <typename T>
@@ -100,6 +102,7 @@ class OptionParser {
     std::string kind;   // for --help: "INT"
     bool is_flag = false;
     bool is_list = false;
+    bool splits = true;    // a list's text at its commas
     bool is_text = false;  // a string in JSON
   };
   struct Impl;

@@ -1,36 +1,42 @@
-#include "client/output.h"
+#include "server/base/output.h"
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 
-#include "fmt/format.h"
-
 namespace weft {
 namespace {
 
-int first_error = 0;
+std::atomic<bool> failed{false};
+std::atomic<int> first_error{0};  // 0 when the library left none
 
-void Flush() {
-  if (std::fflush(stdout) != 0 && first_error == 0) first_error = errno;
+void Remember() {
+  if (!failed.exchange(true)) first_error = errno;
 }
 
 }  // namespace
 
 void PrintOut(std::string_view text) {
-  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() && first_error == 0) {
-    first_error = errno;
+  errno = 0;
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    Remember();
   }
-  Flush();
 }
 
+bool OutputFailed() { return failed; }
+
 int FinishOutput(int exit_code) {
-  Flush();
-  if (std::ferror(stdout) == 0) return exit_code;
+  PrintOut("");
   // What std::cout could not write left no reason.
-  fmt::print(stderr, "weft: standard output: {}\n",
-             first_error != 0 ? std::strerror(first_error) : "cannot be written");
+  if (!failed && std::ferror(stdout) == 0) return exit_code;
+  PrintErr("weft: standard output: {}\n",
+           first_error != 0 ? std::strerror(first_error) : "cannot be written");
   return exit_code == 0 ? 1 : exit_code;
+}
+
+void PrintErrText(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), stderr) != text.size()) std::clearerr(stderr);
 }
 
 }  // namespace weft

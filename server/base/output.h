@@ -1,15 +1,30 @@
 #pragma once
 
 #include <string_view>
+#include <utility>
+
+#include "fmt/format.h"
 
 namespace weft {
 
-// Writes to standard output and flushes it. What cannot be written is remembered for
-// FinishOutput().
+// Standard output and standard error of a program that may lose either: a full disk, a closed pipe.
+
+// Writes to standard output and flushes it. What cannot be written is remembered for OutputFailed()
+// and FinishOutput().
 void PrintOut(std::string_view text);
 
+// Whether something could not be written: the rest of the work is for nobody.
+bool OutputFailed();
+
 // The last thing a program does: `exit_code`, or 1 with a line on standard error when some of its
-// output could not be written (a full disk, say).
+// output could not be written.
 int FinishOutput(int exit_code);
+
+// Writes to standard error. What cannot be written is lost: nobody reads it.
+void PrintErrText(std::string_view text);
+template <typename... Args>
+void PrintErr(fmt::format_string<Args...> format, Args&&... args) {
+  PrintErrText(fmt::format(format, std::forward<Args>(args)...));
+}
 
 }  // namespace weft

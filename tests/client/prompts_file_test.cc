@@ -75,10 +75,12 @@ TEST(PromptsFileTest, EveryFieldOfSamplingIsRead) {
 
 TEST(PromptsFileTest, AMalformedLineIsNamed) {
   const std::vector<std::pair<std::string, std::string>> cases = {
-      {"{\"prompt\": \"x\"", "not a JSON object"},
+      {"{\"prompt\": \"x\"", "not JSON: parse error at line 1, column 15"},
       {"[1]", "not a JSON object"},
-      {"x", "not a JSON object"},
-      {"{\"prompt\": \"\xff\"}", "not a JSON object"},
+      {"x", "not JSON"},
+      {"{\"prompt\": \"\xff\"}", "not JSON"},
+      {"{\"prompt\": " + std::string(100000, '[') + std::string(100000, ']') + "}",
+       "nests deeper than 64"},
       {"{\"max_tokens\": 1}", "exactly one of"},
       {"{\"prompt\": \"x\", \"prompt_token_ids\": [1]}", "exactly one of"},
       {"{\"prompt\": \"x\", \"seed\": 1, \"seed\": 1}", "`seed` is there twice"},

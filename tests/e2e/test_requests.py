@@ -190,6 +190,41 @@ def test_broken_checkpoints_are_refused_as_their_index_says(tmp_path):
             assert code != 0 and (mentions in stderr or "error" in lines[0]), (name, stderr)
 
 
+@pytest.mark.parametrize("flags,env,mentions", [
+    (["--kv-cache-memory-bytes=1000TiB"], {}, "--kv-cache-memory-bytes asks for 1024000.00 GiB"),
+    (["--num-gpu-blocks-override=2000000000"], {}, "--num-gpu-blocks-override asks for"),
+    ([], {"WEFT_CPU_TARGET": "pentium"}, "WEFT_CPU_TARGET is pentium; this CPU allows"),
+    (["--config=/dev/zero"], {}, "more than 1048576 bytes"),
+], ids=["kv bytes", "blocks", "CPU", "config"])
+def test_what_this_machine_cannot_do_is_said_at_the_start(flags, env, mentions):
+    out = subprocess.run([BIN / "weft", "generate", "--model", golden_dir("llama_gqa"), "-tp", "2", *flags, "--prompt-token-ids=5"],
+                         env={**ENV, **env}, capture_output=True, text=True, timeout=60)
+    assert out.returncode == 78 and out.stderr, out.stderr
+    assert all(mentions in line for line in out.stderr.splitlines()), out.stderr  # of each rank
+
+
+@pytest.mark.parametrize("output", ["/dev/full", "a closed pipe"])
+def test_work_for_nobody_stops(output):
+    """The output cannot be written: what is left of 480 tokens a prompt is not computed."""
+    ask = [BIN / "weft", "generate", "--model", golden_dir("llama_gqa"), "-tp", "2", "--prompt-token-ids=5", "--ignore-eos",
+           "--max-tokens=480", "--log-level=info"]
+    with open(output if output == "/dev/full" else os.devnull, "w") as out:
+        process = subprocess.Popen(ask, env=ENV, stdout=subprocess.PIPE if output != "/dev/full" else out,
+                                   stderr=subprocess.PIPE, text=True)
+        if process.stdout:
+            process.stdout.close()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "standard output: " in err
+    assert "480 tokens in" not in err
+
+
+def test_standard_error_that_cannot_be_written_costs_nothing_else():
+    with open("/dev/full", "w") as full:
+        out = subprocess.run([BIN / "weft", "generate", "--model", golden_dir("llama_gqa"), "-tp", "2", "--prompt-token-ids=5",
+                              "--max-tokens=4", "--format=json"], env=ENV, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
+    assert out.returncode == 0 and len(json.loads(out.stdout)["token_ids"]) == 4
+
+
 def test_sigterm_lets_requests_finish():
     flags = ["-tp", 2, "-dcp", 2, "--max-model-len=1K", "--kv-cache-memory-bytes=64MiB"]
     with Cluster(ROOT / "models/smollm2-135m-instruct", *flags) as running:

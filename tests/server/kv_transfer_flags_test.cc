@@ -28,7 +28,7 @@ TEST(KvTransferConfigTest, ReadsVllmsNames) {
 }
 
 TEST(KvTransferConfigTest, RefusesTheRestByName) {
-  EXPECT_THAT(ErrorOf("kv_both"), HasSubstr("a JSON object is wanted"));
+  EXPECT_THAT(ErrorOf("kv_both"), HasSubstr("not JSON"));
   EXPECT_THAT(ErrorOf("[]"), HasSubstr("a JSON object is wanted"));
   EXPECT_THAT(ErrorOf("{}"), HasSubstr("kv_role is missing"));
   EXPECT_THAT(ErrorOf(R"({"kv_role": "both"})"), HasSubstr("kv_role is \"both\""));

@@ -288,7 +288,9 @@ TEST_F(OptionsTest, ABadFileIsRefused) {
       {R"({"tensor-parallel-size": {"a": 1}})", "an integer from 1 to 1024"},
       {R"({"ids": [1, "x"]})", "is \"x\""},
       {"[1]", "not a JSON object"},
-      {"{", "not a JSON object"},
+      {"{", "not JSON: parse error at line 1, column 2"},
+      {"{\"tensor-parallel-size\": " + std::string(100000, '[') + std::string(100000, ']') + "}",
+       "nests deeper"},
   };
   for (const auto& [text, message] : json) {
     EXPECT_THAT(Refusal({"--config", File(text, ".json")}), HasSubstr(message)) << text;

@@ -23,14 +23,27 @@ absl::StatusOr<std::int32_t> BlocksThatFit(const RankModelOptions& options,
                                            const ModelConfig& config, const ShardLayout& layout,
                                            const KvCacheShape& shape, std::int64_t weight_bytes,
                                            std::int64_t available_bytes) {
-  if (options.num_blocks.has_value()) return *options.num_blocks;
   const std::int64_t block_bytes = shape.BytesPerBlock();
+  // Pages come as they are used: more than there is would be noticed under load only.
+  const auto check = [&](std::string_view flag, std::int64_t bytes) -> absl::Status {
+    if (bytes / 1024 * options.local_ranks <= available_bytes / 1024) return absl::OkStatus();
+    return absl::InvalidArgumentError(fmt::format(
+        "{} asks for {:.2f} GiB of KV cache on each of {} ranks of this host; {:.2f} GiB are free "
+        "for all of them",
+        flag, static_cast<double>(bytes) / (1 << 30), options.local_ranks,
+        static_cast<double>(available_bytes) / (1 << 30)));
+  };
+  if (options.num_blocks.has_value()) {
+    RETURN_IF_ERROR(check("--num-gpu-blocks-override", *options.num_blocks * block_bytes));
+    return *options.num_blocks;
+  }
   const std::int64_t max_model_len = options.max_model_len.value_or(config.max_position_embeddings);
   const std::int64_t blocks_of_all =
       options.max_num_seqs * CeilDiv(max_model_len, layout.block_size());
   std::int64_t budget = 0;
   if (options.kv_cache_memory_bytes.has_value()) {
     budget = *options.kv_cache_memory_bytes;
+    RETURN_IF_ERROR(check("--kv-cache-memory-bytes", budget));
   } else {
     const std::int64_t share = available_bytes / 10 * 6 / options.local_ranks;
     budget = std::min({kDefaultKvBytes, blocks_of_all * block_bytes,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fmt/format.h"
+#include "server/base/output.h"
 #include "server/base/status_macros.h"
 #include "server/exit_codes.h"
 #include "server/group_flags.h"
@@ -120,10 +121,13 @@ absl::Status Plan(Flags& flags) {
   if (flags.model.empty()) {
     return absl::InvalidArgumentError("no model: give --model, a config.json or its directory");
   }
-  RETURN_IF_ERROR(SetMemory(flags));
   std::filesystem::path path = flags.model;
   std::error_code error;
   if (std::filesystem::is_directory(path, error)) path /= "config.json";
+  if (!std::filesystem::exists(path, error)) {
+    return absl::NotFoundError(fmt::format("{}: there is no such file (--model)", path.string()));
+  }
+  RETURN_IF_ERROR(SetMemory(flags));
   ASSIGN_OR_RETURN(const ModelConfig config, DescribeModel(path));
   RETURN_IF_ERROR(SetContexts(config, flags));
   const std::string_view dtype = flags.dtype == "auto" ? DTypeName(config.dtype) : flags.dtype;
@@ -133,7 +137,7 @@ absl::Status Plan(Flags& flags) {
   flags.plan.a2a_exchange = flags.exchange == "a2a";
   ASSIGN_OR_RETURN(std::vector<LayoutPlan> plans, PlanLayouts(config, flags.plan));
   const std::string recommendation = Recommend(absl::MakeSpan(plans));
-  fmt::print("{}", flags.format == "json" ? PlanJson(plans) : PlanText(plans, recommendation));
+  PrintOut(flags.format == "json" ? PlanJson(plans) : PlanText(plans, recommendation));
   return absl::OkStatus();
 }
 
@@ -144,10 +148,10 @@ int Main(int argc, char** argv) {
   flags.AddTo(parser);
   if (const std::optional<int> exit_code = parser.Parse(argc, argv)) return *exit_code;
   if (const absl::Status status = Plan(flags); !status.ok()) {
-    fmt::print(stderr, "weft plan: {}\n", std::string(status.message()));
+    PrintErr("weft plan: {}\n", std::string(status.message()));
     return kExitConfigError;
   }
-  return std::fflush(stdout) == 0 ? 0 : 1;
+  return FinishOutput(0);
 }
 
 }  // namespace
