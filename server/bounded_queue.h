@@ -33,7 +33,7 @@ class BoundedQueue {
     return true;
   }
 
-  // Makes the running DrainFor(), or else the next one, return without waiting.
+  // Makes the running WaitFor(), or else the next one, return without waiting.
   void Wake() {
     {
       MutexLock lock(mutex_);
@@ -42,10 +42,8 @@ class BoundedQueue {
     available_.NotifyOne();
   }
 
-  // Replaces `out` by everything in the queue, oldest first. Waits up to `timeout` for the first
-  // item or Wake(); `out` is empty when neither came. Zero does not wait.
-  void DrainFor(absl::Duration timeout, std::vector<T>& out) {
-    out.clear();
+  // Waits up to `timeout` for an item or Wake(), and takes nothing. Zero does not wait.
+  void WaitFor(absl::Duration timeout) {
     const auto deadline = std::chrono::steady_clock::now() +
                           absl::ToChronoNanoseconds(std::min(timeout, absl::Hours(1)));
     MutexLock lock(mutex_);
@@ -53,6 +51,12 @@ class BoundedQueue {
       if (timeout <= absl::ZeroDuration() || !available_.WaitUntil(mutex_, deadline)) break;
     }
     woken_ = false;
+  }
+
+  // Replaces `out` by everything in the queue, oldest first, without waiting.
+  void Drain(std::vector<T>& out) {
+    out.clear();
+    MutexLock lock(mutex_);
     out.swap(items_);
   }
 

@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "fmt/format.h"
+#include "server/base/bounded_time.h"
 #include "server/base/check.h"
 #include "server/base/log.h"
 #include "server/child_process.h"
@@ -33,9 +34,7 @@ constexpr absl::Duration kReapInterval = absl::Milliseconds(100);
 // How long an orphan from below, killed by the kernel with its parent, may take to die.
 constexpr absl::Duration kOrphanPatience = absl::Seconds(2);
 
-Clock::duration Chrono(absl::Duration duration) {
-  return absl::ToChronoNanoseconds(std::min(duration, absl::Hours(24 * 365)));
-}
+Clock::duration Chrono(absl::Duration duration) { return ToBoundedChrono(duration); }
 
 std::string ExitText(int status) {
   if (WIFSIGNALED(status)) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "fmt/format.h"
+#include "server/base/bounded_time.h"
 #include "server/grpc_status.h"
 
 namespace weft {
@@ -20,8 +21,7 @@ JoinClient::~JoinClient() {
 
 absl::StatusOr<GroupAgreement> JoinClient::Join(const RankOffer& offer, const v1::RankInfo& info,
                                                 absl::Duration timeout) {
-  if (!channel_->WaitForConnected(std::chrono::system_clock::now() +
-                                  absl::ToChronoNanoseconds(timeout))) {
+  if (!channel_->WaitForConnected(std::chrono::system_clock::now() + ToBoundedChrono(timeout))) {
     // A call that does not wait says why: nobody listens, or TLS does not agree.
     const absl::Status why = FromGrpcStatus(stub_->Join(&context_)->Finish());
     return absl::UnavailableError(fmt::format("no leader at {} after {} (--join-timeout): {}",

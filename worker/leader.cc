@@ -96,6 +96,18 @@ std::vector<std::int64_t> Leader::KvLengths() const {
 }
 
 void Leader::HandleInbox(std::vector<Message>& inbox) {
+  std::vector<RequestId> cancelled;
+  std::vector<KvContinuation> continuations;
+  std::vector<KvReport> reports;
+  {
+    MutexLock lock(mutex_);
+    cancelled.swap(cancelled_);
+    continuations.swap(kv_continuations_);
+    reports.swap(kv_reports_);
+  }
+  // Only now: a request is handed over before anyone can cancel it, so those of above are among
+  // the ones that are known then.
+  inbox_.Drain(inbox);
   const absl::Time now = absl::Now();
   for (Message& message : inbox) {
     const RequestTimes times = {
@@ -110,16 +122,6 @@ void Leader::HandleInbox(std::vector<Message>& inbox) {
                                   ? WithReason(added, kReasonOverloaded)
                                   : added);
     }
-  }
-  // After the adds: a request is handed over before anyone can cancel it.
-  std::vector<RequestId> cancelled;
-  std::vector<KvContinuation> continuations;
-  std::vector<KvReport> reports;
-  {
-    MutexLock lock(mutex_);
-    cancelled.swap(cancelled_);
-    continuations.swap(kv_continuations_);
-    reports.swap(kv_reports_);
   }
   for (const KvReport& report : reports) engine_->OnKvReport(report);
   for (KvContinuation& next : continuations) {
@@ -158,46 +160,44 @@ void Leader::DeliverEvents() {
   }
 }
 
-void Leader::PlanSteps() {
-  for (;;) {
-    const std::optional<StepResult> result = TakeResult();
-    const StepPlan* plan = engine_->Step(absl::Now(), result);
-    engine_->GetKvLengths(next_kv_lengths_);
-    block_log_.Append(engine_->TakeBlockChanges());
-    std::uint64_t next = 0;
-    {
-      MutexLock lock(mutex_);
-      kv_lengths_.swap(next_kv_lengths_);
-      stats_ = engine_->Stats();  // before the events: who has seen an end sees its blocks free
-      next = planned_;
-    }
-    DeliverEvents();
-    if (plan == nullptr) {
-      if (!result.has_value()) return;
-      continue;
-    }
-    if (metrics_ != nullptr) metrics_->OnStep(static_cast<std::int32_t>(plan->token_ids.size()));
-    plans_[next % 2] = *plan;
-    {
-      MutexLock lock(mutex_);
-      ++planned_;
-    }
-    changed_.NotifyAll();
+bool Leader::PlanStep() {
+  const std::optional<StepResult> result = TakeResult();
+  const StepPlan* plan = engine_->Step(absl::Now(), result);
+  engine_->GetKvLengths(next_kv_lengths_);
+  block_log_.Append(engine_->TakeBlockChanges());
+  std::uint64_t next = 0;
+  {
+    MutexLock lock(mutex_);
+    kv_lengths_.swap(next_kv_lengths_);
+    stats_ = engine_->Stats();  // before the events: who has seen an end sees its blocks free
+    next = planned_;
   }
+  DeliverEvents();
+  if (plan == nullptr) return result.has_value();
+  if (metrics_ != nullptr) metrics_->OnStep(static_cast<std::int32_t>(plan->token_ids.size()));
+  plans_[next % 2] = *plan;
+  {
+    MutexLock lock(mutex_);
+    ++planned_;
+  }
+  changed_.NotifyAll();
+  return true;
 }
 
 void Leader::EngineLoop() {
   std::vector<Message> inbox;
-  for (;;) {
+  // Who asks for something is heard between any two steps, however short they are.
+  for (bool more = false;;) {
     const absl::Duration until_deadline = engine_->NextDeadline() - absl::Now();
-    inbox_.DrainFor(std::clamp(until_deadline, absl::ZeroDuration(), kIdleWait), inbox);
+    inbox_.WaitFor(more ? absl::ZeroDuration()
+                        : std::clamp(until_deadline, absl::ZeroDuration(), kIdleWait));
     {
       MutexLock lock(mutex_);
       if (stopping_) return;
     }
     HandleInbox(inbox);
     inbox.clear();
-    PlanSteps();
+    more = PlanStep();
   }
 }
 

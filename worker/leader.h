@@ -82,11 +82,12 @@ class Leader {
   };
 
   void EngineLoop();
-  // Adds what has come, then cancels.
+  // Adds what has come, then cancels. `inbox` is scratch.
   void HandleInbox(std::vector<Message>& inbox);
   void DeliverEvents();
-  // Plans as long as the engine has something to run and the executor has room.
-  void PlanSteps();
+  // Takes a result if one is there, and plans a step if the engine has something to run and the
+  // executor has room; whether there was either.
+  bool PlanStep();
   std::optional<StepResult> TakeResult();
 
   std::unique_ptr<Engine> engine_;

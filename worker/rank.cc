@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "fmt/format.h"
+#include "server/base/bounded_time.h"
 #include "server/base/check.h"
 #include "server/base/status_macros.h"
 
@@ -164,8 +165,7 @@ absl::Status Rank::MeetOthers(Communicator& meeting, kernels::Stream& stream) {
 }
 
 absl::Status Rank::FinishSends() {
-  const auto deadline =
-      std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(options_.stall_timeout);
+  const auto deadline = std::chrono::steady_clock::now() + ToBoundedChrono(options_.stall_timeout);
   while (sends_in_flight_ > 0) {
     if (fabric_.Progress()) continue;
     fabric_.Wait(absl::Milliseconds(10));
@@ -198,8 +198,6 @@ absl::Status Rank::SendPlan(const StepPlan& plan) {
 absl::StatusOr<StepOutput> Rank::RunStep(const StepPlan& plan) {
   progress_.BeginStep();
   RETURN_IF_ERROR(SendPlan(plan));
-  // Without rows there are no collectives, whose waiting would get it on its way.
-  if (plan.num_rows() == 0) RETURN_IF_ERROR(FinishSends());
   ASSIGN_OR_RETURN(const StepOutput output, runner_->Execute(plan, previous_tokens_));
   previous_tokens_.assign(output.token_ids.begin(), output.token_ids.end());
   EndStep();

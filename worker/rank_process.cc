@@ -19,6 +19,7 @@
 #include "absl/time/clock.h"
 #include "fmt/format.h"
 #include "kernels/device/cpu_target.h"
+#include "server/base/bounded_time.h"
 #include "server/base/log.h"
 #include "server/base/status_macros.h"
 #include "server/grpc_server.h"
@@ -434,8 +435,7 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
     spdlog::info("draining {} requests", leader.num_requests());
     (*server)->SetServing("weft.v1.Worker", false);
     service.StartDrain();
-    const auto deadline =
-        std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(options.drain_timeout);
+    const auto deadline = std::chrono::steady_clock::now() + ToBoundedChrono(options.drain_timeout);
     // A reader may take longer than its request.
     while ((leader.num_requests() > 0 || service.calls().num_open_streams() > 0) &&
            std::chrono::steady_clock::now() < deadline) {

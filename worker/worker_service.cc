@@ -342,7 +342,20 @@ grpc::ServerUnaryReactor* WorkerService::ContinueKv(grpc::CallbackServerContext*
                                                     const v1::ContinueKvRequest* request,
                                                     v1::ContinueKvResponse*) {
   grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-  reactor->Finish(ToGrpcStatus(calls_.ContinueKv(*request)));
+  std::int32_t vocab_size = 0;
+  {
+    MutexLock lock(mutex_);
+    vocab_size = state_.vocab_size();
+  }
+  absl::Status status;
+  if (request->has_first_token() &&
+      (request->first_token() < 0 || request->first_token() >= vocab_size)) {
+    status = absl::InvalidArgumentError(fmt::format("first_token is {}; 0 to {} are allowed",
+                                                    request->first_token(), vocab_size - 1));
+  } else {
+    status = calls_.ContinueKv(*request);
+  }
+  reactor->Finish(ToGrpcStatus(status));
   return reactor;
 }
 

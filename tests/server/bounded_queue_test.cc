@@ -21,14 +21,18 @@ TEST(BoundedQueueTest, RefusesTheItemAfterTheLastAllowedUntilDrained) {
   EXPECT_FALSE(queue.TryPush(3));
   EXPECT_EQ(queue.size(), 2);
   std::vector<int> out = {99};
-  queue.DrainFor(absl::ZeroDuration(), out);
+  queue.WaitFor(absl::ZeroDuration());
+  queue.Drain(out);
   EXPECT_THAT(out, ElementsAre(1, 2));
   EXPECT_TRUE(queue.TryPush(4));
-  queue.DrainFor(absl::InfiniteDuration(), out);
+  queue.WaitFor(absl::InfiniteDuration());
+  queue.Drain(out);
   EXPECT_THAT(out, ElementsAre(4));
-  queue.DrainFor(absl::ZeroDuration(), out);
+  queue.WaitFor(absl::ZeroDuration());
+  queue.Drain(out);
   EXPECT_THAT(out, IsEmpty());
-  queue.DrainFor(absl::Milliseconds(1), out);
+  queue.WaitFor(absl::Milliseconds(1));
+  queue.Drain(out);
   EXPECT_THAT(out, IsEmpty());
 }
 
@@ -36,10 +40,12 @@ TEST(BoundedQueueTest, AWakeBeforeTheWaitIsNotLostAndIsUsedUp) {
   BoundedQueue<int> queue(1);
   std::vector<int> out;
   queue.Wake();
-  queue.DrainFor(absl::InfiniteDuration(), out);
+  queue.WaitFor(absl::InfiniteDuration());
+  queue.Drain(out);
   EXPECT_THAT(out, IsEmpty());
   std::thread waker([&] { queue.Wake(); });
-  queue.DrainFor(absl::InfiniteDuration(), out);
+  queue.WaitFor(absl::InfiniteDuration());
+  queue.Drain(out);
   waker.join();
   EXPECT_THAT(out, IsEmpty());
 }
@@ -59,7 +65,8 @@ TEST(BoundedQueueTest, EveryAcceptedItemArrivesOnceAndInItsProducersOrder) {
   std::map<int, int> next;
   std::vector<std::pair<int, int>> out;
   for (int seen = 0; seen < kProducers * kItems; seen += static_cast<int>(out.size())) {
-    queue.DrainFor(absl::InfiniteDuration(), out);
+    queue.WaitFor(absl::InfiniteDuration());
+    queue.Drain(out);
     for (const auto& [producer, item] : out) EXPECT_EQ(item, next[producer]++);
   }
   for (std::thread& producer : producers) producer.join();

@@ -159,6 +159,19 @@ TEST_F(WorkerServiceTest, WhatIsOutOfRangeIsInvalidArgument) {
   EXPECT_TRUE(Await([&] { return service_->calls().num_open_streams() == 0; }));
 }
 
+TEST_F(WorkerServiceTest, AFirstTokenOutsideTheVocabularyIsRefused) {
+  for (const std::int32_t token : {-1, kVocab, 1 << 30}) {
+    grpc::ClientContext context;
+    v1::ContinueKvRequest request;
+    request.set_request_id("any");
+    request.set_first_token(token);
+    v1::ContinueKvResponse response;
+    EXPECT_EQ(stub_->ContinueKv(&context, request, &response).error_code(),
+              grpc::StatusCode::INVALID_ARGUMENT)
+        << token;
+  }
+}
+
 TEST_F(WorkerServiceTest, ANewerAttemptEndsAnOlderOneThatStillRuns) {
   Response response;
   Call first(*stub_, Request("a", 1, 490));

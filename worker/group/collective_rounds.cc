@@ -10,6 +10,7 @@
 
 #include "fmt/format.h"
 #include "fmt/ranges.h"
+#include "server/base/bounded_time.h"
 #include "server/base/check.h"
 #include "server/base/log.h"
 #include "worker/group/rank_order_sum.h"
@@ -131,7 +132,7 @@ void CollectiveRounds::TakeStaged() {
 }
 
 void CollectiveRounds::WaitForEnd() {
-  const auto stall_timeout = absl::ToChronoNanoseconds(stall_timeout_);
+  const auto stall_timeout = ToBoundedChrono(stall_timeout_);
   const absl::Duration nap = std::min(stall_timeout_, absl::Milliseconds(100));
   Clock::time_point last_event = Clock::now();
   bool looked_again = false;

@@ -5,6 +5,7 @@
 
 #include "absl/time/clock.h"
 #include "fmt/format.h"
+#include "server/base/bounded_time.h"
 
 namespace weft {
 
@@ -28,9 +29,7 @@ absl::Status JoinTable::Join(RankOffer offer) {
 absl::StatusOr<std::vector<RankOffer>> JoinTable::WaitForAll(RankOffer own, absl::Time deadline) {
   MutexLock lock(mutex_);
   offers_[0] = std::move(own);
-  const auto until =
-      std::chrono::steady_clock::now() +
-      absl::ToChronoNanoseconds(std::min(deadline - absl::Now(), absl::Hours(24 * 365)));
+  const auto until = std::chrono::steady_clock::now() + ToBoundedChrono(deadline - absl::Now());
   for (;;) {
     std::string missing;
     for (std::size_t r = 0; r < offers_.size(); ++r) {

@@ -464,7 +464,12 @@ absl::StatusOr<StepOutput> RankRunner::Execute(const StepPlan& plan,
   PrepareStep(plan, previous_tokens);
   RETURN_IF_ERROR(CheckPlanIsEverywhere(plan));
   if (options_.observer != nullptr) options_.observer->OnStepBegin(plan, slots_);
-  if (plan.num_rows() > 0) RETURN_IF_ERROR(RunLayers());
+  if (plan.num_rows() > 0) {
+    RETURN_IF_ERROR(RunLayers());
+  } else {
+    // Nobody is told of more plans than there is room for: a step ends when all have begun it.
+    RETURN_IF_ERROR(world_.AllGather(nullptr, nullptr, 0, stream_));
+  }
   if (num_logits > 0) {
     RETURN_IF_ERROR(ComputeLogits());
     RETURN_IF_ERROR(SampleRows(plan));
