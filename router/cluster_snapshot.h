@@ -34,9 +34,10 @@ struct GroupSnapshot {
 struct ClusterSnapshot {
   std::vector<std::shared_ptr<const GroupSnapshot>> groups;
 
+  // Whether a request can be placed: groups that compute prompts for others are not enough.
   bool AnyReady() const {
     return std::any_of(groups.begin(), groups.end(),
-                       [](const auto& group) { return group->ready; });
+                       [](const auto& group) { return group->ready && group->Decodes(); });
   }
 };
 

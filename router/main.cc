@@ -93,6 +93,7 @@ RequestLimits LimitsOf(const Flags& flags) {
   return {.served_model_name = flags.ServedModelName(),
           .text = !flags.skip_tokenizer_init,
           .max_prompt_bytes = flags.max_prompt_bytes,
+          .max_prompt_tokens = flags.max_prompt_tokens,
           .max_chat_messages = flags.max_chat_messages,
           .max_n = flags.max_n,
           .max_stop_strings = flags.max_stop_strings,

@@ -69,7 +69,7 @@ absl::Status DescribeModel(const GenerateContext& context, v1::GetModelInfoRespo
   bool ready = false;
   const auto snapshot = context.cluster->Snapshot();
   for (const auto& group : snapshot->groups) {
-    if (!group->ready) continue;
+    if (!group->ready || !group->Decodes()) continue;
     ready = true;
     response.set_max_model_len(
         std::max<std::int64_t>(response.max_model_len(), group->info.max_model_len()));

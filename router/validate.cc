@@ -4,6 +4,7 @@
 
 #include "fmt/format.h"
 #include "server/base/status_macros.h"
+#include "server/option_text.h"
 
 namespace weft {
 namespace {
@@ -24,12 +25,22 @@ absl::Status ValidateRequestId(std::string_view id) {
       fmt::format("request_id has the control character {:#04x}; none is allowed", *control));
 }
 
+// Ids are copied and hashed before it is known how many a group takes.
+absl::Status ValidateCount(std::string_view field, std::int64_t tokens,
+                           const RequestLimits& limits) {
+  if (tokens <= limits.max_prompt_tokens) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      fmt::format("{} has {} tokens; at most {} are allowed (--max-prompt-tokens)", field, tokens,
+                  limits.max_prompt_tokens));
+}
+
 absl::Status ValidatePrompt(const v1::GenerateRequest& request, const RequestLimits& limits) {
   switch (request.prompt_case()) {
     case v1::GenerateRequest::kText:
       return ValidateText(request.text(), limits);
     case v1::GenerateRequest::kTokenIds:
-      return request.token_ids().ids().empty() ? EmptyPrompt() : absl::OkStatus();
+      if (request.token_ids().ids().empty()) return EmptyPrompt();
+      return ValidateCount("token_ids", request.token_ids().ids_size(), limits);
     case v1::GenerateRequest::kChat:
       return ValidateChat(request.chat(), limits);
     case v1::GenerateRequest::PROMPT_NOT_SET:
@@ -38,9 +49,10 @@ absl::Status ValidatePrompt(const v1::GenerateRequest& request, const RequestLim
   return absl::InvalidArgumentError("the request has no prompt; set text, token_ids or chat");
 }
 
-absl::Status ValidateResume(const v1::GenerateRequest& request) {
+absl::Status ValidateResume(const v1::GenerateRequest& request, const RequestLimits& limits) {
   const v1::SamplingParams& sampling = request.sampling();
   const std::int32_t tokens = request.resume().ids_size();
+  RETURN_IF_ERROR(ValidateCount("resume", tokens, limits));
   if ((tokens > 0 || request.resume_seq() > 0) && sampling.n() > 1) {
     return absl::InvalidArgumentError(
         fmt::format("a request of {} samples cannot be resumed; n of 1 can", sampling.n()));
@@ -105,12 +117,13 @@ absl::Status ValidateRequest(const v1::GenerateRequest& request, const RequestLi
   RETURN_IF_ERROR(ValidateRequestId(request.request_id()));
   RETURN_IF_ERROR(ValidateCacheSalt(request.cache_salt()));
   if (!request.model().empty() && request.model() != limits.served_model_name) {
-    return absl::InvalidArgumentError(fmt::format("model is \"{}\"; \"{}\" is served here",
-                                                  request.model(), limits.served_model_name));
+    // gRPC drops the message of a status that has grown too large.
+    return absl::InvalidArgumentError(fmt::format(
+        "model is {}; \"{}\" is served here", Quoted(request.model()), limits.served_model_name));
   }
   RETURN_IF_ERROR(ValidatePrompt(request, limits));
   RETURN_IF_ERROR(ValidateSampling(request.sampling(), limits));
-  return ValidateResume(request);
+  return ValidateResume(request, limits);
 }
 
 absl::Status ValidateTokenRange(absl::Span<const std::int32_t> ids, std::int32_t vocab_size,

@@ -15,6 +15,7 @@ struct RequestLimits {
   std::string served_model_name;
   bool text = true;                                        // false with --skip-tokenizer-init
   std::int64_t max_prompt_bytes = std::int64_t{16} << 20;  // of a chat: all its messages together
+  std::int64_t max_prompt_tokens = std::int64_t{2} << 20;  // of token_ids; of `resume`, too
   std::int64_t max_chat_messages = 4096;
   std::int64_t max_n = 128;
   std::int64_t max_stop_strings = 16;

@@ -27,6 +27,7 @@ constexpr std::string_view kNames[] = {
     "--skip-tokenizer-init",
     "--tokenizer-threads",
     "--max-prompt-bytes",
+    "--max-prompt-tokens",
     "--max-chat-messages",
     "--max-n",
     "--max-stop-strings",
@@ -88,6 +89,8 @@ void RouterFlags::AddRequestLimitsTo(OptionParser& parser) {
   parser.AddBytes("--max-prompt-bytes", &max_prompt_bytes,
                   "Longest text prompt; of a chat, all messages together");
   const Range count(0, kMaxInt32);
+  parser.Add("--max-prompt-tokens", &max_prompt_tokens,
+             "Token ids of a prompt that is given as such, and of resume", Range(1, kMaxInt32));
   parser.Add("--max-chat-messages", &max_chat_messages, "Messages of one chat", count);
   parser.Add("--max-n", &max_n, "Samples of one request", Range(1, 65536));
   parser.Add("--max-stop-strings", &max_stop_strings, "Stop strings of one request", count);

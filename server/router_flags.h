@@ -26,6 +26,7 @@ struct RouterFlags {
 
   // Of one request.
   std::int64_t max_prompt_bytes = std::int64_t{16} << 20;
+  std::int64_t max_prompt_tokens = std::int64_t{2} << 20;
   std::int32_t max_chat_messages = 4096;
   std::int32_t max_n = 128;
   std::int32_t max_stop_strings = 16;

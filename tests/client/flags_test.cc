@@ -90,6 +90,7 @@ const std::vector<std::string> kEveryRouterFlag = {
     "--skip-tokenizer-init=true",
     "--tokenizer-threads=3",
     "--max-prompt-bytes=1024",
+    "--max-prompt-tokens=99",
     "--max-stop-token-ids=5",
     "--max-queued-requests=6",
     "--routing-policy=random",

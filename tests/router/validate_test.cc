@@ -17,6 +17,7 @@ using ::testing::HasSubstr;
 
 const RequestLimits kLimits = {.served_model_name = "tiny",
                                .max_prompt_bytes = 8,
+                               .max_prompt_tokens = 20,
                                .max_chat_messages = 2,
                                .max_n = 3,
                                .max_stop_strings = 2,
@@ -56,6 +57,16 @@ TEST(ValidateTest, RefusesWhatIsOutOfRangeAndSaysWhatIsAllowed) {
   const std::vector<Case> cases = {
       {"", [](R&, S&) {}},
       {"", [](R& r, S&) { r.set_request_id(std::string(128, 'x')); }},
+      {"", [](R& r, S&) { r.mutable_token_ids()->mutable_ids()->Resize(20, 1); }},
+      {"token_ids has 21 tokens; at most 20 are allowed (--max-prompt-tokens)",
+       [](R& r, S&) { r.mutable_token_ids()->mutable_ids()->Resize(21, 1); }},
+      {"resume has 21 tokens; at most 20 are allowed (--max-prompt-tokens)",
+       [](R& r, S& s) {
+         s.set_max_tokens(100);
+         r.mutable_resume()->mutable_ids()->Resize(21, 1);
+       }},
+      {"...\"; \"tiny\" is served here",
+       [](R& r, S&) { r.set_model(std::string(100000, 'm')); }},
       {"cache_salt has 257 bytes; at most 256",
        [](R& r, S&) { r.set_cache_salt(std::string(257, 's')); }},
       {"request_id has 129 bytes; at most 128",
