@@ -1,13 +1,18 @@
 #include "router/cluster.h"
 
 #include <algorithm>
+#include <limits>
 #include <random>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "fmt/format.h"
 #include "router/validate.h"
 #include "server/base/log.h"
+#include "server/base/status_macros.h"
 #include "server/error_reason.h"
 
 namespace weft {
@@ -15,16 +20,26 @@ namespace {
 
 constexpr std::chrono::milliseconds kTick{50};
 
+// Those that a group had taken come before all others.
+std::int32_t QueuePriority(const PlaceRequest& request) {
+  return request.admitted ? std::numeric_limits<std::int32_t>::min() : request.priority;
+}
+
+absl::Status Overloaded(std::string_view why) {
+  return WithReason(absl::ResourceExhaustedError(std::string(why)), kReasonOverloaded);
+}
+
 }  // namespace
 
 Cluster::Cluster(ClusterOptions options)
     : options_(std::move(options)),
+      retry_budget_(options_.retry_budget),
       policy_(options_.policy, options_.request_tokens, std::random_device()()),
       prefill_policy_(options_.policy, options_.request_tokens, std::random_device()()) {
   ClusterSnapshot snapshot;
   for (std::size_t i = 0; i < options_.addresses.size(); ++i) {
-    links_.push_back(std::make_shared<GroupLink>(options_.addresses[i], options_.link,
-                                                 [this, i] { OnChange(i); }));
+    links_.push_back(std::make_shared<GroupLink>(
+        options_.addresses[i], options_.link, [this, i] { OnChange(i); }, [this] { OnRoom(); }));
     snapshot.groups.push_back(links_.back()->Snapshot());
   }
   snapshot_ = std::make_shared<const ClusterSnapshot>(std::move(snapshot));
@@ -35,6 +50,10 @@ Cluster::~Cluster() {
   {
     MutexLock lock(mutex_);
     stopping_ = true;
+  }
+  {
+    MutexLock lock(ticker_mutex_);
+    ticker_stops_ = true;
     wake_ticker_.NotifyAll();
   }
   if (ticker_.joinable()) ticker_.join();
@@ -58,50 +77,131 @@ void Cluster::Place(WaitId id, PlaceRequest request, PlaceHandler done) {
       request.prompt->Hash(group->block_hash_key, group->info.block_size());
     }
   }
-  absl::StatusOr<GroupLease> result;
+  std::vector<Outcome> outcomes;
+  bool waits = false;
   {
     MutexLock lock(mutex_);
-    result = TryPlace(request);
-    if (absl::IsUnavailable(result.status()) && !stopping_) {
-      if (request.admitted || static_cast<std::int64_t>(waiting_.size()) < options_.max_waiting) {
-        waiting_.push_back({id, std::move(request), options_.link.now() + options_.queue_timeout,
-                            std::move(done)});
-        return;
+    if (!request.retry && !request.admitted) retry_budget_.OnRequest(now());
+    std::optional<absl::StatusOr<GroupLease>> result;
+    // Who waits goes first.
+    if (stopping_ || waiting_.empty()) result = TryPlace(request);
+    if (!result) {
+      Waiter waiter = {id, std::move(request), std::move(done)};
+      if (absl::Status refused = Enqueue(waiter, outcomes); !refused.ok()) {
+        done = std::move(waiter.done);
+        result = std::move(refused);
       }
-      result =
-          WithReason(absl::ResourceExhaustedError(fmt::format(
-                         "no group is ready and {} requests wait already (--max-queued-requests)",
-                         waiting_.size())),
-                     kReasonOverloaded);
+    }
+    waits = !result;
+    if (result) outcomes.push_back({std::move(done), *std::move(result)});
+  }
+  for (Outcome& outcome : outcomes) outcome.done(std::move(outcome.result));
+  if (waits) PlaceWaiting();  // it may be the first, or the only one that fits
+}
+
+absl::Status Cluster::Enqueue(Waiter& waiter, std::vector<Outcome>& outcomes) {
+  const PlaceRequest& request = waiter.request;
+  const std::int32_t priority = QueuePriority(request);
+  if (!request.admitted) {
+    std::vector<LinkLoad> groups;
+    for (const auto& link : links_) {
+      if (const auto group = link->Snapshot(); group->ready && group->Decodes()) {
+        groups.push_back(link->Load());
+      }
+    }
+    RETURN_IF_ERROR(CheckDeadline(request, waiting_.CountBefore(priority, request.tenant), groups));
+    if (static_cast<std::int64_t>(waiting_.size()) >= options_.max_waiting) {
+      std::optional<Waiter> last = waiting_.PopLastFor(
+          priority, request.tenant, [](const Waiter& other) { return !other.request.admitted; });
+      const std::string why =
+          fmt::format("{} requests wait already (--max-queued-requests)", options_.max_waiting);
+      if (!last) return Overloaded(why);
+      outcomes.push_back({std::move(last->done), Overloaded(why + ", and others go first")});
     }
   }
-  done(std::move(result));
+  const std::int64_t tokens =
+      request.prompt->num_tokens() + request.more_tokens +
+      (request.max_tokens > 0 ? request.max_tokens : options_.request_tokens);
+  const std::string tenant = request.tenant;
+  waiting_.Push(priority, tenant, static_cast<double>(tokens), std::move(waiter));
+  any_waiting_ = true;
+  return absl::OkStatus();
+}
+
+absl::Status Cluster::CheckDeadline(const PlaceRequest& request, std::int64_t ahead,
+                                    absl::Span<const LinkLoad> groups) const {
+  if (request.deadline == std::chrono::system_clock::time_point::max() || groups.empty()) {
+    return absl::OkStatus();
+  }
+  double per_second = 0;
+  for (const LinkLoad& group : groups) {
+    if (!group.served_per_second) return absl::OkStatus();
+    ahead += group.waiting;
+    per_second += *group.served_per_second;
+  }
+  const absl::Duration wait = absl::Seconds(static_cast<double>(ahead + 1) / per_second);
+  const absl::Duration left = absl::FromChrono(request.deadline - options_.system_now());
+  if (wait <= left) return absl::OkStatus();
+  return WithRetryAfter(
+      Overloaded(fmt::format(
+          "{} requests wait already, of which {:.1f} are served in a second: the request's "
+          "deadline in {} cannot be met",
+          ahead, per_second, absl::FormatDuration(absl::Trunc(left, absl::Milliseconds(1))))),
+      absl::Ceil(wait - left, absl::Milliseconds(1)));
 }
 
 bool Cluster::CancelPlace(WaitId id) {
-  Waiter cancelled;  // its handler is destroyed without the lock
+  std::optional<Waiter> cancelled;  // its handler is destroyed without the lock
   MutexLock lock(mutex_);
-  const auto it = std::find_if(waiting_.begin(), waiting_.end(),
-                               [id](const Waiter& waiter) { return waiter.id == id; });
-  if (it == waiting_.end()) return false;
-  cancelled = std::move(*it);
-  waiting_.erase(it);
-  return true;
+  waiting_.Scan([&](Waiter& waiter) {
+    if (cancelled) return Queue::Verdict::kStop;
+    if (waiter.id != id) return Queue::Verdict::kKeep;
+    cancelled = std::move(waiter);
+    return Queue::Verdict::kRemove;
+  });
+  any_waiting_ = !waiting_.empty();
+  return cancelled.has_value();
 }
 
 void Cluster::OnChange(std::size_t index) {
-  std::vector<Outcome> outcomes;
   {
     MutexLock lock(mutex_);
     ClusterSnapshot next = *snapshot_;
     next.groups[index] = links_[index]->Snapshot();
     snapshot_ = std::make_shared<const ClusterSnapshot>(std::move(next));
-    while (!waiting_.empty()) {
-      absl::StatusOr<GroupLease> result = TryPlace(waiting_.front().request);
-      if (absl::IsUnavailable(result.status())) break;
-      outcomes.push_back({std::move(waiting_.front().done), std::move(result)});
-      waiting_.pop_front();
-    }
+  }
+  PlaceWaiting();
+}
+
+void Cluster::OnRoom() {
+  if (!any_waiting_) return;
+  MutexLock lock(ticker_mutex_);
+  if (std::exchange(has_room_, true)) return;
+  wake_ticker_.NotifyAll();
+}
+
+bool Cluster::HasRoom(const GroupLink* except) const {
+  return std::any_of(links_.begin(), links_.end(), [except](const auto& link) {
+    const auto group = link->Snapshot();
+    return link.get() != except && group->ready && group->Decodes() && !link->Load().full;
+  });
+}
+
+void Cluster::PlaceWaiting() {
+  std::vector<Outcome> outcomes;
+  {
+    MutexLock lock(mutex_);
+    bool has_room = !waiting_.empty() && HasRoom();
+    waiting_.Scan([&](Waiter& waiter) {
+      if (!has_room) return Queue::Verdict::kStop;
+      std::optional<absl::StatusOr<GroupLease>> result = TryPlace(waiter.request);
+      if (!result) return Queue::Verdict::kKeep;
+      const bool placed = result->ok();
+      outcomes.push_back({std::move(waiter.done), *std::move(result)});
+      has_room = HasRoom();
+      return placed ? Queue::Verdict::kServed : Queue::Verdict::kRemove;
+    });
+    any_waiting_ = !waiting_.empty();
   }
   for (Outcome& outcome : outcomes) outcome.done(std::move(outcome.result));
 }
@@ -109,51 +209,67 @@ void Cluster::OnChange(std::size_t index) {
 void Cluster::Tick(Clock::time_point now) {
   for (const auto& link : links_) link->Tick(now);
   FailOverdue(now);
+  PlaceWaiting();
 }
 
 void Cluster::RunTicker() {
+  Clock::time_point next_tick = now();
   while (true) {
-    const Clock::time_point now = options_.link.now();
-    Tick(now);
-    MutexLock lock(mutex_);
-    if (!stopping_) wake_ticker_.WaitUntil(mutex_, now + kTick);
-    if (stopping_) return;
+    if (const Clock::time_point now = this->now(); now >= next_tick) {
+      Tick(now);
+      next_tick = now + kTick;
+    } else {
+      PlaceWaiting();
+    }
+    MutexLock lock(ticker_mutex_);
+    while (!ticker_stops_ && !has_room_ && wake_ticker_.WaitUntil(ticker_mutex_, next_tick)) {
+    }
+    has_room_ = false;
+    if (ticker_stops_) return;
   }
+}
+
+absl::Status Cluster::WaitedTooLong() const {
+  std::string states;
+  bool ready = false;
+  for (const auto& group : snapshot_->groups) {
+    ready |= group->ready && group->Decodes();
+    states +=
+        fmt::format("{}{}: {}", states.empty() ? "" : "; ", group->info.address(), group->state);
+  }
+  if (ready) {
+    return Overloaded(fmt::format("no group took the request within {} ms: all are full",
+                                  options_.queue_timeout.count()));
+  }
+  return WithReason(absl::UnavailableError(fmt::format("no group became ready within {} ms ({})",
+                                                       options_.queue_timeout.count(), states)),
+                    kReasonNotReady);
 }
 
 void Cluster::FailOverdue(Clock::time_point now) {
-  std::vector<Waiter> overdue;
-  std::string states;
+  std::vector<Outcome> outcomes;
   {
     MutexLock lock(mutex_);
-    while (!waiting_.empty() && waiting_.front().deadline <= now) {
-      overdue.push_back(std::move(waiting_.front()));
-      waiting_.pop_front();
-    }
-    if (overdue.empty()) return;
-    for (const auto& group : snapshot_->groups) {
-      states +=
-          fmt::format("{}{}: {}", states.empty() ? "" : "; ", group->info.address(), group->state);
-    }
+    waiting_.Scan([&](Waiter& waiter) {
+      if (now - options_.queue_timeout < waiter.request.since) return Queue::Verdict::kKeep;
+      outcomes.push_back({std::move(waiter.done), WaitedTooLong()});
+      return Queue::Verdict::kRemove;
+    });
+    any_waiting_ = !waiting_.empty();
   }
-  for (Waiter& waiter : overdue) {
-    waiter.done(
-        WithReason(absl::UnavailableError(fmt::format("no group became ready within {} ms ({})",
-                                                      options_.queue_timeout.count(), states)),
-                   kReasonNotReady));
-  }
+  for (Outcome& outcome : outcomes) outcome.done(std::move(outcome.result));
 }
 
-GroupLoad Cluster::LoadOf(std::size_t index, const GroupSnapshot& group,
+GroupLoad Cluster::LoadOf(const GroupSnapshot& group, const GroupLink& link, const LinkLoad& load,
                           const PromptBlocks& prompt) const {
-  const GroupLink& link = *links_[index];
-  return {.ready = group.ready,
+  return {.ready = group.ready && !load.full,
           .max_prompt_tokens = group.info.max_model_len() - 1,
-          .requests = group.other_requests + link.in_flight(),
+          .requests = group.other_requests + load.in_flight,
           .free_blocks = group.info.num_free_blocks(),
           .cached_tokens = group.info.block_size() * static_cast<std::int64_t>(link.CountCached(
                                                          prompt.Find(group.block_hash_key))),
-          .prefill_tokens = link.prefill_tokens()};
+          .prefill_tokens = load.prefill_tokens,
+          .weight = load.weight};
 }
 
 void Cluster::WarnOfMismatch(const GroupLink& link, const GroupSnapshot& prefill,
@@ -178,9 +294,10 @@ std::optional<GroupLease> Cluster::PlacePrefill(const GroupLease& decode,
   for (std::size_t i = 0; i < links_.size(); ++i) {
     groups[i] = links_[i]->Snapshot();
     const GroupSnapshot& group = *groups[i];
-    loads[i] = LoadOf(i, group, *request.prompt);
-    loads[i].ready = group.ready && group.Prefills() && links_[i].get() != &decode.link() &&
-                     group.kv.has_value();
+    const LinkLoad load = links_[i]->Load();
+    loads[i] = LoadOf(group, *links_[i], load, *request.prompt);
+    loads[i].ready &= !load.broken && group.Prefills() && links_[i].get() != &decode.link() &&
+                      group.kv.has_value();
     if (loads[i].ready && group.kv->format() != decode.snapshot().kv->format()) {
       loads[i].ready = false;
       mismatch = i;
@@ -196,33 +313,52 @@ std::optional<GroupLease> Cluster::PlacePrefill(const GroupLease& decode,
                     prompt_tokens - loads[*chosen].cached_tokens);
 }
 
-absl::StatusOr<GroupLease> Cluster::TryPlace(const PlaceRequest& request) {
+std::optional<absl::StatusOr<GroupLease>> Cluster::TryPlace(const PlaceRequest& request) {
   if (stopping_) return WithReason(absl::UnavailableError("the router stops"), kReasonDraining);
   const std::int64_t prompt_tokens = request.prompt->num_tokens() + request.more_tokens;
   std::vector<std::shared_ptr<const GroupSnapshot>> groups(links_.size());
   std::vector<GroupLoad> loads(links_.size());
-  std::optional<std::int64_t> longest_model_len;  // of the ready ones
+  std::vector<LinkLoad> of_ready;
+  std::vector<bool> shunned(links_.size());  // only if there is no other
+  bool all_shunned = true;
+  std::int64_t longest_model_len = 0;  // of the ready ones
   for (std::size_t i = 0; i < links_.size(); ++i) {
     groups[i] = links_[i]->Snapshot();  // snapshot_ may be a moment behind
     const GroupSnapshot& group = *groups[i];
-    loads[i] = LoadOf(i, group, *request.prompt);
-    loads[i].ready = group.ready && group.Decodes();
-    if (loads[i].ready) {
-      longest_model_len =
-          std::max<std::int64_t>(longest_model_len.value_or(0), group.info.max_model_len());
-    }
+    const LinkLoad load = links_[i]->Load();
+    loads[i] = LoadOf(group, *links_[i], load, *request.prompt);
+    loads[i].ready &= group.Decodes();
+    if (!group.ready || !group.Decodes()) continue;
+    of_ready.push_back(load);
+    longest_model_len = std::max<std::int64_t>(longest_model_len, group.info.max_model_len());
+    shunned[i] = load.broken || links_[i].get() == request.avoid;
+    all_shunned &= shunned[i] || loads[i].max_prompt_tokens < prompt_tokens;
   }
-  if (const auto chosen = policy_.Pick(loads, prompt_tokens)) {
-    const std::int64_t cached = loads[*chosen].cached_tokens;
-    placed_.prompt_tokens += static_cast<std::uint64_t>(prompt_tokens);
-    placed_.cached_tokens += static_cast<std::uint64_t>(cached);
-    return GroupLease(links_[*chosen], std::move(groups[*chosen]), prompt_tokens - cached);
+  if (of_ready.empty()) return std::nullopt;
+  double most = 0;  // weights are beside each other's
+  for (std::size_t i = 0; i < links_.size(); ++i) {
+    if (shunned[i] && !all_shunned) loads[i].ready = false;
+    if (loads[i].ready) most = std::max(most, loads[i].weight);
   }
-  // What a group had taken waits for one that it fits.
-  if (longest_model_len && !request.admitted) {
-    return ValidatePromptLength(prompt_tokens, *longest_model_len);
+  for (GroupLoad& load : loads) load.weight = load.ready ? load.weight / most : 1;
+  const auto chosen = policy_.Pick(loads, prompt_tokens);
+  if (!chosen) {
+    // What a group had taken waits for one that it fits.
+    const absl::Status fits = ValidatePromptLength(prompt_tokens, longest_model_len);
+    if (fits.ok() || request.admitted) return std::nullopt;
+    return fits;
   }
-  return WithReason(absl::UnavailableError("no group is ready"), kReasonNotReady);
+  if (!request.admitted) {
+    if (absl::Status status = CheckDeadline(request, 0, of_ready); !status.ok()) return status;
+  }
+  if (request.retry) {
+    if (!retry_budget_.CanRetry(now())) return std::nullopt;
+    retry_budget_.OnRetry(now());
+  }
+  const std::int64_t cached = loads[*chosen].cached_tokens;
+  placed_.prompt_tokens += static_cast<std::uint64_t>(prompt_tokens);
+  placed_.cached_tokens += static_cast<std::uint64_t>(cached);
+  return GroupLease(links_[*chosen], std::move(groups[*chosen]), prompt_tokens - cached);
 }
 
 }  // namespace weft

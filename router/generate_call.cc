@@ -162,6 +162,9 @@ void GenerateCall::MakeSamples() {
       .max_attempts = context_.max_attempts,
       .max_replays = context_.max_replays,
       .prompt = std::make_shared<PromptBlocks>(prompt_, request_.cache_salt()),
+      .priority = request_.priority(),
+      .tenant = tenant_ == nullptr ? "" : tenant_->name(),
+      .max_tokens = sampling.max_tokens(),
       .resumed_tokens = request_.resume().ids_size(),
       .pd_min_prefill_tokens = context_.pd_min_prefill_tokens,
       .deadline = deadline_};

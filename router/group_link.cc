@@ -11,12 +11,15 @@
 namespace weft {
 
 GroupLink::GroupLink(std::string address, const GroupLinkOptions& options,
-                     std::function<void()> on_change)
+                     std::function<void()> on_change, std::function<void()> on_room)
     : address_(std::move(address)),
       options_(options),
       on_change_(std::move(on_change)),
+      on_room_(std::move(on_room)),
       client_(options.connect(address_)),
-      backoff_(options.min_backoff) {
+      backoff_(options.min_backoff),
+      window_(options.min_retry_backoff, options.max_retry_backoff),
+      breaker_(options.breaker) {
   GroupSnapshot first;
   first.state = "connecting";
   first.info.set_address(address_);
@@ -27,9 +30,12 @@ GroupLink::~GroupLink() { CHECK(shut_down_ && watch_ == nullptr); }
 
 void GroupLink::Tick(Clock::time_point now) {
   std::shared_ptr<LeaderClient::Stream> fresh;
+  std::vector<std::function<void()>> late;
   {
     MutexLock lock(mutex_);
     if (shut_down_) return;
+    if (options_.first_token_timeout > std::chrono::milliseconds(0)) FindLate(now, late);
+    if (window_.Grow(in_flight_, now)) on_room_();
     if (watch_ == nullptr && now >= next_watch_) {
       fresh = watch_ = client_->WatchState(*this, options_.watch_blocks);
       silent_ = false;
@@ -40,6 +46,15 @@ void GroupLink::Tick(Clock::time_point now) {
     }
   }
   if (fresh != nullptr) fresh->Start();
+  for (const auto& on_late : late) on_late();
+}
+
+void GroupLink::FindLate(Clock::time_point now, std::vector<std::function<void()>>& late) {
+  for (auto& [id, call] : calls_) {
+    if (now < call.late_at) continue;
+    late.push_back(call.on_late);
+    call.late_at = now + options_.first_token_timeout;  // whoever has to stay is asked again
+  }
 }
 
 void GroupLink::Shutdown() {
@@ -54,14 +69,38 @@ void GroupLink::Shutdown() {
   while (in_flight_ > 0) idle_.Wait(mutex_);
 }
 
-std::int64_t GroupLink::in_flight() const {
+LinkLoad GroupLink::Load() {
   MutexLock lock(mutex_);
-  return in_flight_;
+  LinkLoad load = {.in_flight = in_flight_,
+                   .prefill_tokens = prefill_tokens_,
+                   .full = IsFull(),
+                   .served_per_second = service_.PerSecond(options_.now())};
+  if (const std::int64_t running = snapshot_->info.max_num_seqs(); running > 0) {
+    load.waiting = std::max<std::int64_t>(0, in_flight_ - running);
+  }
+  const Clock::time_point now = options_.now();
+  load.breaker_open = breaker_.open();
+  load.broken = !breaker_.Allows(now);
+  if (const auto warm = now - warming_since_; warm < options_.slow_start) {
+    constexpr double kMinWeight = 0.1;
+    load.weight =
+        std::max(kMinWeight, std::chrono::duration<double>(warm).count() /
+                                 std::chrono::duration<double>(options_.slow_start).count());
+  }
+  return load;
 }
 
-std::int64_t GroupLink::prefill_tokens() const {
+bool GroupLink::IsFull() const {
+  if (!window_.Open(in_flight_)) return true;
+  const v1::GroupInfo& info = snapshot_->info;
+  if (info.max_num_seqs() == 0) return false;  // it did not say
+  return in_flight_ >=
+         info.max_num_seqs() + std::min<std::int64_t>(info.max_num_waiting(), options_.max_waiting);
+}
+
+void GroupLink::ReportOverloaded() {
   MutexLock lock(mutex_);
-  return prefill_tokens_;
+  window_.OnOverload(in_flight_ - 1, options_.now());
 }
 
 std::size_t GroupLink::CountCached(absl::Span<const BlockHash> blocks) const {
@@ -84,6 +123,10 @@ void GroupLink::Enter(std::int64_t prefill_tokens) {
   ++in_flight_;
   ++num_placements_;
   prefill_tokens_ += prefill_tokens;
+  const std::int64_t running = snapshot_->info.max_num_seqs();
+  const Clock::time_point now = options_.now();
+  service_.OnStart(in_flight_, IsFull() || (running > 0 && in_flight_ > running), now);
+  breaker_.OnStart(now);
 }
 
 void GroupLink::FinishPrefill(std::int64_t prefill_tokens) {
@@ -92,9 +135,21 @@ void GroupLink::FinishPrefill(std::int64_t prefill_tokens) {
   prefill_tokens_ -= prefill_tokens;
 }
 
-void GroupLink::Leave() {
-  MutexLock lock(mutex_);
-  if (--in_flight_ == 0) idle_.NotifyAll();
+void GroupLink::Leave(GroupOutcome outcome, std::uint64_t epoch) {
+  bool opens = false;
+  const std::string address = address_;  // this may be gone once nothing is in flight
+  {
+    MutexLock lock(mutex_);
+    --in_flight_;
+    const Clock::time_point now = options_.now();
+    service_.OnEnd(in_flight_, outcome == GroupOutcome::kServed, now);
+    const bool was_open = breaker_.open();
+    if (breaker_.OnEnd(outcome, epoch, now)) warming_since_ = now;
+    opens = !was_open && breaker_.open();
+    on_room_();
+    if (in_flight_ == 0) idle_.NotifyAll();
+  }
+  if (opens) spdlog::warn("group {}: fails too often; others are asked before it", address);
 }
 
 std::shared_ptr<const GroupSnapshot> GroupLink::Snapshot() const {
@@ -102,13 +157,22 @@ std::shared_ptr<const GroupSnapshot> GroupLink::Snapshot() const {
   return snapshot_;
 }
 
-std::optional<std::uint64_t> GroupLink::AddCall(std::uint64_t epoch,
-                                                std::function<void()> on_lost) {
+std::optional<std::uint64_t> GroupLink::AddCall(std::uint64_t epoch, std::function<void()> on_lost,
+                                                std::function<void()> on_late) {
   MutexLock lock(mutex_);
   if (snapshot_->epoch != epoch || shut_down_) return std::nullopt;
   const std::uint64_t id = next_call_++;
-  calls_.emplace(id, std::move(on_lost));
+  calls_.emplace(id, Call{std::move(on_lost), std::move(on_late),
+                          options_.now() + options_.first_token_timeout});
   return id;
+}
+
+void GroupLink::AnswerCall(std::uint64_t id) {
+  if (options_.first_token_timeout == std::chrono::milliseconds(0)) return;
+  MutexLock lock(mutex_);
+  if (const auto call = calls_.find(id); call != calls_.end()) {
+    call->second.late_at = Clock::time_point::max();
+  }
 }
 
 void GroupLink::RemoveCall(std::uint64_t id) {
@@ -147,6 +211,10 @@ void GroupLink::OnState(v1::GroupState state) {
         std::max<std::int64_t>(0, std::int64_t{next.info.num_requests_running()} +
                                       next.info.num_requests_waiting() - in_flight_);
     changed = next.state != snapshot_->state;
+    if (next.ready && ready_epoch_ != next.epoch) {
+      ready_epoch_ = next.epoch;
+      warming_since_ = last_heard_;
+    }
     Publish(std::move(next));
   }
   if (changed) spdlog::info("group {}: {}", address_, Snapshot()->state);
@@ -172,7 +240,7 @@ void GroupLink::OnWatchEnd(const absl::Status& status) {
 }
 
 void GroupLink::Lose(std::string why) {
-  absl::flat_hash_map<std::uint64_t, std::function<void()>> calls;
+  absl::flat_hash_map<std::uint64_t, Call> calls;
   bool lost_in_service = false;
   {
     MutexLock lock(mutex_);
@@ -183,10 +251,11 @@ void GroupLink::Lose(std::string why) {
     ++next.epoch;
     Publish(std::move(next));
     blocks_.Clear();
+    window_ = GroupWindow(options_.min_retry_backoff, options_.max_retry_backoff);
     calls.swap(calls_);
   }
   if (lost_in_service) spdlog::warn("group {}: {}; {} requests end", address_, why, calls.size());
-  for (const auto& [id, on_lost] : calls) on_lost();
+  for (const auto& [id, call] : calls) call.on_lost();
   on_change_();
 }
 

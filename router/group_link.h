@@ -7,13 +7,17 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "router/breaker.h"
 #include "router/cluster_snapshot.h"
+#include "router/group_window.h"
 #include "router/leader_client.h"
 #include "router/prefix_index.h"
+#include "router/service_rate.h"
 #include "server/base/mutex.h"
 
 namespace weft {
@@ -24,9 +28,32 @@ struct GroupLinkOptions {
   std::chrono::milliseconds min_backoff{100};
   std::chrono::milliseconds max_backoff{1000};
   bool watch_blocks = false;  // keeps an index of the group's prefix cache
+  // Of this router's requests, that wait at a group behind those it runs; the group may take fewer.
+  std::int64_t max_waiting = 1024;
+  // After a group has refused a request as overloaded, until one more is tried there than it takes.
+  std::chrono::milliseconds min_retry_backoff{50};
+  std::chrono::milliseconds max_retry_backoff{1000};
+  BreakerOptions breaker;
+  // A group that comes, or comes back, has a share of the requests that grows for so long. 0: at
+  // once.
+  std::chrono::milliseconds slow_start{0};
+  // A call without an answer for so long may leave for another group. 0: never.
+  std::chrono::milliseconds first_token_timeout{0};
   // How leaders are reached; required.
   std::function<std::unique_ptr<LeaderClient>(const std::string& address)> connect;
   std::function<std::chrono::steady_clock::time_point()> now = std::chrono::steady_clock::now;
+};
+
+// What this router has at a group.
+struct LinkLoad {
+  std::int64_t in_flight = 0;       // requests that hold a GroupLease
+  std::int64_t prefill_tokens = 0;  // of prompts that those have still to compute
+  bool full = false;                // the group takes no more of them
+  std::int64_t waiting = 0;         // of them, behind what the group runs
+  bool breaker_open = false;
+  bool broken = false;                      // it is open, and lets no request through now
+  double weight = 1;                        // below 1 in a slow start
+  std::optional<double> served_per_second;  // while some wait
 };
 
 // The router's end of one group: the wire to its leader, the WatchState stream that is opened
@@ -38,8 +65,10 @@ class GroupLink final : private LeaderClient::WatchHandler {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `on_change` runs after every change of Snapshot().
-  GroupLink(std::string address, const GroupLinkOptions& options, std::function<void()> on_change);
+  // `on_change` runs after every change of Snapshot(); `on_room` whenever Load() may have become
+  // less: under this object's lock, so it must not call it.
+  GroupLink(std::string address, const GroupLinkOptions& options, std::function<void()> on_change,
+            std::function<void()> on_room);
   ~GroupLink() override;
   GroupLink(const GroupLink&) = delete;
   GroupLink& operator=(const GroupLink&) = delete;
@@ -54,10 +83,7 @@ class GroupLink final : private LeaderClient::WatchHandler {
 
   const std::string& address() const { return address_; }
   std::shared_ptr<const GroupSnapshot> Snapshot() const;
-  // Requests of this router that hold a GroupLease.
-  std::int64_t in_flight() const;
-  // Tokens of prompts that those have still to compute.
-  std::int64_t prefill_tokens() const;
+  LinkLoad Load();
   // How many of the first blocks of a prompt its prefix cache holds, as far as it has said.
   std::size_t CountCached(absl::Span<const BlockHash> blocks) const;
   // Blocks in the index of its prefix cache, and its memory.
@@ -67,9 +93,15 @@ class GroupLink final : private LeaderClient::WatchHandler {
   LeaderClient& client() { return *client_; }
 
   // Registers a call of the group's incarnation `epoch`; `on_lost` runs if the group is lost
-  // before RemoveCall(). Nothing when that incarnation is gone already.
-  std::optional<std::uint64_t> AddCall(std::uint64_t epoch, std::function<void()> on_lost);
+  // before RemoveCall(), `on_late` if it is not answered within first_token_timeout. Nothing when
+  // that incarnation is gone already.
+  std::optional<std::uint64_t> AddCall(std::uint64_t epoch, std::function<void()> on_lost,
+                                       std::function<void()> on_late);
+  void AnswerCall(std::uint64_t id);
   void RemoveCall(std::uint64_t id);
+
+  // The leader refused a call, whose lease is still held, as one too many.
+  void ReportOverloaded();
 
   // The leader refused a call as not ready or draining, or lost it: the group is taken for not
   // ready until it is heard of again. No on_change: nobody waits for that.
@@ -77,10 +109,19 @@ class GroupLink final : private LeaderClient::WatchHandler {
 
  private:
   friend class GroupLease;
+  struct Call {
+    std::function<void()> on_lost;
+    std::function<void()> on_late;
+    Clock::time_point late_at;  // while it is not answered
+  };
 
   void Enter(std::int64_t prefill_tokens);
   void FinishPrefill(std::int64_t prefill_tokens);
-  void Leave();
+  void Leave(GroupOutcome outcome, std::uint64_t epoch);
+  // Adds the handlers of calls that are late.
+  void FindLate(Clock::time_point now, std::vector<std::function<void()>>& late)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnState(v1::GroupState state) override;
   void OnWatchEnd(const absl::Status& status) override;
   // Ends all calls with the group; `why` becomes the state shown to people.
@@ -90,6 +131,7 @@ class GroupLink final : private LeaderClient::WatchHandler {
   const std::string address_;
   const GroupLinkOptions options_;
   const std::function<void()> on_change_;
+  const std::function<void()> on_room_;
   const std::unique_ptr<LeaderClient> client_;
 
   mutable Mutex mutex_;
@@ -103,8 +145,14 @@ class GroupLink final : private LeaderClient::WatchHandler {
   std::int64_t in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
   std::int64_t prefill_tokens_ ABSL_GUARDED_BY(mutex_) = 0;
   std::uint64_t num_placements_ ABSL_GUARDED_BY(mutex_) = 0;
+  GroupWindow window_ ABSL_GUARDED_BY(mutex_);
+  ServiceRate service_ ABSL_GUARDED_BY(mutex_);
   std::uint64_t next_call_ ABSL_GUARDED_BY(mutex_) = 0;
-  absl::flat_hash_map<std::uint64_t, std::function<void()>> calls_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<std::uint64_t, Call> calls_ ABSL_GUARDED_BY(mutex_);
+  Breaker breaker_ ABSL_GUARDED_BY(mutex_);
+  // Since when its share grows, and in which incarnation it was ready last.
+  Clock::time_point warming_since_ ABSL_GUARDED_BY(mutex_);
+  std::optional<std::uint64_t> ready_epoch_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const GroupSnapshot> snapshot_ ABSL_GUARDED_BY(mutex_);
   PrefixIndex blocks_ ABSL_GUARDED_BY(mutex_);
 };
@@ -128,6 +176,11 @@ class GroupLease {
   void FinishPrefill() {
     link_->FinishPrefill(std::exchange(load_.get_deleter().prefill_tokens, 0));
   }
+  // How the request's stay ends, as the group's breaker sees it.
+  void SetOutcome(GroupOutcome outcome) {
+    load_.get_deleter().outcome = outcome;
+    load_.get_deleter().epoch = snapshot_->epoch;
+  }
 
   GroupLink& link() const { return *link_; }
   // The group when it was chosen.
@@ -137,9 +190,11 @@ class GroupLease {
   struct Leave {
     void operator()(GroupLink* link) const {
       link->FinishPrefill(prefill_tokens);
-      link->Leave();
+      link->Leave(outcome, epoch);
     }
     std::int64_t prefill_tokens = 0;
+    GroupOutcome outcome = GroupOutcome::kNone;
+    std::uint64_t epoch = 0;
   };
   std::shared_ptr<GroupLink> link_;
   std::unique_ptr<GroupLink, Leave> load_;  // destroyed before link_

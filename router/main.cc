@@ -114,19 +114,28 @@ GrpcTransportOptions TransportOf(const Flags& flags) {
 
 ClusterOptions ClusterOptionsOf(const Flags& flags, RoutingPolicy policy,
                                 const GrpcChannelOptions& channel) {
-  return {.addresses = flags.groups,
-          .link = {.heartbeat_timeout = ToChrono(flags.heartbeat_timeout),
-                   .min_backoff = ToChrono(flags.min_reconnect_backoff),
-                   .max_backoff = ToChrono(flags.max_reconnect_backoff),
-                   .watch_blocks = policy == RoutingPolicy::kPrefixAware,
-                   .connect =
-                       [channel](const std::string& address) {
-                         return NewGrpcLeaderClient(address, channel);
-                       }},
-          .policy = policy,
-          .request_tokens = flags.routing_request_tokens,
-          .max_waiting = flags.max_queued_requests,
-          .queue_timeout = ToChrono(flags.queue_timeout)};
+  return {
+      .addresses = flags.groups,
+      .link = {.heartbeat_timeout = ToChrono(flags.heartbeat_timeout),
+               .min_backoff = ToChrono(flags.min_reconnect_backoff),
+               .max_backoff = ToChrono(flags.max_reconnect_backoff),
+               .watch_blocks = policy == RoutingPolicy::kPrefixAware,
+               .max_waiting = flags.max_waiting_per_group,
+               .min_retry_backoff = ToChrono(flags.min_retry_backoff),
+               .max_retry_backoff = ToChrono(flags.max_retry_backoff),
+               .breaker = {.failures = flags.breaker_failures,
+                           .open_time = ToChrono(flags.breaker_open_time)},
+               .slow_start = ToChrono(flags.slow_start),
+               .first_token_timeout = ToChrono(flags.first_token_timeout),
+               .connect =
+                   [channel](const std::string& address) {
+                     return NewGrpcLeaderClient(address, channel);
+                   }},
+      .policy = policy,
+      .request_tokens = flags.routing_request_tokens,
+      .max_waiting = flags.max_queued_requests,
+      .queue_timeout = ToChrono(flags.queue_timeout),
+      .retry_budget = {.ratio = flags.retry_budget_ratio, .min_retries = flags.retry_budget_min}};
 }
 
 GrpcServerOptions ServerOptionsOf(const Flags& flags) {

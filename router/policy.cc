@@ -1,5 +1,6 @@
 #include "router/policy.h"
 
+#include <algorithm>
 #include <tuple>
 
 namespace weft {
@@ -18,10 +19,17 @@ std::optional<RoutingPolicy> ParseRoutingPolicy(std::string_view name) {
   return std::nullopt;
 }
 
-std::int64_t Policy::Cost(const GroupLoad& group, std::int64_t prompt_tokens) const {
-  if (policy_ != RoutingPolicy::kPrefixAware) return group.requests;
-  return prompt_tokens - group.cached_tokens + group.prefill_tokens +
-         request_tokens_ * group.requests;
+double Policy::Cost(const GroupLoad& group, std::int64_t prompt_tokens) const {
+  if (group.weight < 1) {
+    // With the request: one without any has no share otherwise.
+    GroupLoad whole = group;
+    whole.weight = 1;
+    ++whole.requests;
+    return Cost(whole, prompt_tokens) / group.weight;
+  }
+  if (policy_ != RoutingPolicy::kPrefixAware) return static_cast<double>(group.requests);
+  return static_cast<double>(prompt_tokens - group.cached_tokens + group.prefill_tokens +
+                             request_tokens_ * group.requests);
 }
 
 bool Policy::Better(const GroupLoad& a, const GroupLoad& b, std::int64_t prompt_tokens) const {
@@ -31,26 +39,37 @@ bool Policy::Better(const GroupLoad& a, const GroupLoad& b, std::int64_t prompt_
   return rank(a) < rank(b);
 }
 
+std::optional<std::size_t> Policy::PickInTurn(absl::Span<const GroupLoad> groups,
+                                              std::int64_t prompt_tokens) {
+  double most = 0;
+  for (const GroupLoad& group : groups) {
+    if (Fits(group, prompt_tokens)) most = std::max(most, group.weight);
+  }
+  if (most == 0) return std::nullopt;
+  credit_.resize(groups.size(), 0);
+  while (true) {  // at most twice: one has the greatest weight
+    const std::size_t at = turn_++ % groups.size();
+    if (!Fits(groups[at], prompt_tokens)) continue;
+    credit_[at] += groups[at].weight / most;
+    if (credit_[at] < 1) continue;
+    credit_[at] -= 1;
+    return at;
+  }
+}
+
 std::optional<std::size_t> Policy::Pick(absl::Span<const GroupLoad> groups,
                                         std::int64_t prompt_tokens) {
+  if (policy_ == RoutingPolicy::kRoundRobin) return PickInTurn(groups, prompt_tokens);
   std::optional<std::size_t> best;
-  std::uint32_t fitting = 0;
+  double weights = 0;
   for (std::size_t i = 0; i < groups.size(); ++i) {
-    // Round-robin looks at all of them from its turn on.
-    const std::size_t at = policy_ == RoutingPolicy::kRoundRobin ? (turn_ + i) % groups.size() : i;
-    if (!Fits(groups[at], prompt_tokens)) continue;
-    ++fitting;
-    switch (policy_) {
-      case RoutingPolicy::kRoundRobin:
-        turn_ = at + 1;
-        return at;
-      case RoutingPolicy::kRandom:  // each of the n seen so far stays with probability 1 / n
-        if (std::uniform_int_distribution<std::uint32_t>(1, fitting)(random_) == 1) best = at;
-        break;
-      case RoutingPolicy::kPrefixAware:
-      case RoutingPolicy::kLeastLoaded:
-        if (!best || Better(groups[at], groups[*best], prompt_tokens)) best = at;
-        break;
+    if (!Fits(groups[i], prompt_tokens)) continue;
+    weights += groups[i].weight;
+    if (policy_ == RoutingPolicy::kRandom) {
+      // Each of those seen so far stays with a probability like its weight.
+      if (std::uniform_real_distribution<double>(0, weights)(random_) < groups[i].weight) best = i;
+    } else if (!best || Better(groups[i], groups[*best], prompt_tokens)) {
+      best = i;
     }
   }
   return best;

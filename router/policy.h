@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "absl/types/span.h"
 
@@ -20,6 +21,7 @@ struct GroupLoad {
   std::int64_t free_blocks = 0;        // of its KV cache, when it last said
   std::int64_t cached_tokens = 0;      // of the prompt, in its prefix cache
   std::int64_t prefill_tokens = 0;     // of prompts of this router, still to be computed there
+  double weight = 1;                   // share of requests beside other groups'; above 0
 };
 
 enum class RoutingPolicy { kPrefixAware, kLeastLoaded, kRoundRobin, kRandom };
@@ -44,6 +46,9 @@ inline constexpr std::string_view kRoutingPolicies =
 // round-robin   the next that is ready and fits.
 // random        any that is ready and fits.
 //
+// A group of half the weight of the others has half their share: what it has counts twice, its turn
+// comes half as often.
+//
 // Between equals, the first two take the group with fewer requests, with more free blocks, then the
 // first.
 class Policy {
@@ -56,12 +61,16 @@ class Policy {
 
  private:
   // The smaller, the better.
-  std::int64_t Cost(const GroupLoad& group, std::int64_t prompt_tokens) const;
+  double Cost(const GroupLoad& group, std::int64_t prompt_tokens) const;
+  std::optional<std::size_t> PickInTurn(absl::Span<const GroupLoad> groups,
+                                        std::int64_t prompt_tokens);
   bool Better(const GroupLoad& a, const GroupLoad& b, std::int64_t prompt_tokens) const;
 
   const RoutingPolicy policy_;
   const std::int64_t request_tokens_;
-  std::size_t turn_ = 0;  // round-robin: the group to try first
+  // Round-robin: the group to try first, and what each has saved of turns with a low weight.
+  std::size_t turn_ = 0;
+  std::vector<double> credit_;
   std::mt19937 random_;
 };
 

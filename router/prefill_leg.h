@@ -50,6 +50,7 @@ class PrefillLeg final : public WorkerCall::Handler,
  private:
   void OnWorkerMessage(v1::WorkerGenerateResponse& response) override;
   void OnWorkerEnd(absl::Status status) override;
+  bool OnWorkerLate(const GroupLink&) override { return true; }  // the decode group can do it
 
   void Continue(const std::string& failure);
 

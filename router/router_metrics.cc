@@ -65,6 +65,7 @@ std::unique_ptr<MetricRegistry::Reader> RouterMetrics::Read(const Cluster& clust
       ready += link->Snapshot()->ready ? 1 : 0;
       const MetricLabels group = {{"group", link->address()}};
       set(metrics::kRouterPlacements, link->num_placements(), group);
+      set(metrics::kRouterBreakerOpen, link->Load().breaker_open ? 1 : 0, group);
       const auto [blocks, bytes] = link->IndexSize();
       set(metrics::kRouterIndexBlocks, blocks, group);
       set(metrics::kRouterIndexBytes, bytes, group);

@@ -40,6 +40,7 @@ void SampleCall::Start(std::weak_ptr<SampleCall> self) {
 void SampleCall::Place() {
   Cluster& cluster = *options_.cluster;
   const Cluster::WaitId wait = cluster.NewWait();
+  if (!since_) since_ = cluster.now();
   bool cancelled = false;
   {
     MutexLock lock(mutex_);
@@ -64,7 +65,14 @@ void SampleCall::Place() {
 PlaceRequest SampleCall::ToPlace() const {
   return {.prompt = options_.prompt,
           .more_tokens = options_.resumed_tokens + static_cast<std::int64_t>(produced_.size()),
-          .admitted = admitted_};
+          .max_tokens = options_.max_tokens,
+          .priority = options_.priority,
+          .tenant = options_.tenant,
+          .admitted = admitted_,
+          .retry = retry_,
+          .avoid = avoid_,
+          .since = *since_,
+          .deadline = options_.deadline};
 }
 
 void SampleCall::OnPlaced(absl::StatusOr<GroupLease> lease) {
@@ -191,6 +199,7 @@ void SampleCall::OnWorkerEnd(absl::Status status) {
     MutexLock lock(mutex_);
     worker_call_ = nullptr;
     cancelled = cancelled_;
+    avoid_ = std::exchange(late_group_, nullptr);
   }
   if (!cancelled && !output_.finished() && GoesOnAfter(status)) {
     Place();
@@ -205,6 +214,13 @@ void SampleCall::OnWorkerEnd(absl::Status status) {
   End(std::move(status));
 }
 
+bool SampleCall::OnWorkerLate(const GroupLink& group) {
+  if (!options_.cluster->HasRoomBeside(group)) return false;
+  MutexLock lock(mutex_);
+  late_group_ = &group;
+  return true;
+}
+
 bool SampleCall::GoesOnAfter(const absl::Status& status) {
   const std::string reason = ReasonOf(status);
   const bool taken = std::exchange(taken_, false);
@@ -213,9 +229,17 @@ bool SampleCall::GoesOnAfter(const absl::Status& status) {
     if (reason == kReasonRankLost && ++replays_ > options_.max_replays) return false;
     admitted_ = true;
     refusals_ = 0;
+    retry_ = false;
+    since_.reset();
     if (options_.metrics != nullptr) options_.metrics->OnReplay();
   } else if (reason == kReasonNotReady || reason == kReasonDraining) {
-    if (++refusals_ >= options_.max_attempts) return false;
+    // It has left one that does not answer only because there was another.
+    if (avoid_ == nullptr && ++refusals_ >= options_.max_attempts) return false;
+    retry_ = true;
+    if (options_.metrics != nullptr) options_.metrics->OnRetry();
+  } else if (!taken && reason == kReasonOverloaded) {
+    // Until it is taken somewhere, or has waited too long.
+    retry_ = true;
     if (options_.metrics != nullptr) options_.metrics->OnRetry();
   } else {
     return false;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -47,6 +48,9 @@ class SampleCall final : public WorkerCall::Handler, private PrefillLeg::Owner {
     std::uint32_t max_attempts = 1;    // how often it is placed before a group takes it
     std::uint32_t max_replays = 0;     // how many groups it may lose
     std::shared_ptr<PromptBlocks> prompt;
+    std::int32_t priority = 0;
+    std::string tenant;
+    std::int64_t max_tokens = 0;             // 0: any number
     std::int64_t resumed_tokens = 0;         // behind the prompt: the client has them already
     std::int64_t pd_min_prefill_tokens = 0;  // fewer are computed where they are continued
     std::chrono::system_clock::time_point deadline;
@@ -65,6 +69,7 @@ class SampleCall final : public WorkerCall::Handler, private PrefillLeg::Owner {
  private:
   void OnWorkerMessage(v1::WorkerGenerateResponse& response) override;
   void OnWorkerEnd(absl::Status status) override;
+  bool OnWorkerLate(const GroupLink& group) override;
   bool OnPrefillMessage(const PrefillLeg& leg, v1::WorkerGenerateResponse& response) override;
 
   void Place();
@@ -93,13 +98,17 @@ class SampleCall final : public WorkerCall::Handler, private PrefillLeg::Owner {
   SampleOutput output_;
   std::vector<std::int32_t> produced_;  // what the client has from this call
   std::uint32_t refusals_ = 0;          // of this placement
+  bool retry_ = false;                  // likewise: a group has refused it, or has too many
+  std::optional<Cluster::Clock::time_point> since_;  // likewise
   std::uint32_t replays_ = 0;
   bool taken_ = false;     // this placement's leader has said something
   bool admitted_ = false;  // a group had taken it and was lost, or drained
 
   Mutex mutex_;
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
-  std::optional<Cluster::WaitId> wait_ ABSL_GUARDED_BY(mutex_);  // the newest
+  const GroupLink* late_group_ ABSL_GUARDED_BY(mutex_) = nullptr;  // is left by this placement
+  const GroupLink* avoid_ = nullptr;                               // by the one before
+  std::optional<Cluster::WaitId> wait_ ABSL_GUARDED_BY(mutex_);    // the newest
   std::shared_ptr<WorkerCall> worker_call_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -28,15 +28,21 @@ bool ConnectionLost(const absl::Status& status) {
 
 WorkerCall::WorkerCall(GroupLease lease, v1::WorkerGenerateRequest request,
                        std::shared_ptr<Handler> handler)
-    : lease_(std::move(lease)), request_(std::move(request)), handler_(std::move(handler)) {}
+    : lease_(std::move(lease)),
+      request_(std::move(request)),
+      late_handler_(handler),
+      handler_(std::move(handler)) {}
 
 void WorkerCall::Start(std::chrono::system_clock::time_point deadline) {
   self_ = shared_from_this();
   GroupLink& link = lease_.link();
-  call_id_ = link.AddCall(lease_.snapshot().epoch, [self = self_] {
-    self->group_lost_ = true;
-    self->CancelStream();
-  });
+  call_id_ = link.AddCall(
+      lease_.snapshot().epoch,
+      [self = self_] {
+        self->group_lost_ = true;
+        self->CancelStream();
+      },
+      [self = self_] { self->OnLate(); });
   if (!call_id_) {
     End(WithReason(absl::UnavailableError(fmt::format("group {} was lost before it had the request",
                                                       lease_.snapshot().info.address())),
@@ -59,6 +65,13 @@ void WorkerCall::Cancel() {
   CancelStream();
 }
 
+void WorkerCall::OnLate() {
+  const std::shared_ptr<Handler> handler = late_handler_.lock();
+  if (handler == nullptr || !handler->OnWorkerLate(lease_.link())) return;
+  late_ = true;
+  CancelStream();
+}
+
 void WorkerCall::CancelStream() {
   std::shared_ptr<LeaderClient::Stream> stream;
   {
@@ -69,6 +82,10 @@ void WorkerCall::CancelStream() {
 }
 
 void WorkerCall::OnResponse(v1::WorkerGenerateResponse& response) {
+  if (!std::exchange(answered_, true)) {
+    lease_.link().AnswerCall(*call_id_);
+    lease_.SetOutcome(GroupOutcome::kServed);
+  }
   if (!response.token_ids().empty()) lease_.FinishPrefill();
   handler_->OnWorkerMessage(response);
 }
@@ -79,12 +96,25 @@ void WorkerCall::OnGenerateEnd(const absl::Status& status) {
     reason = absl::CancelledError("cancelled by the client");
   } else if (group_lost_) {
     reason = RankLost(lease_, lease_.link().Snapshot()->state);
+  } else if (late_) {
+    lease_.SetOutcome(GroupOutcome::kFailed);
+    End(WithReason(absl::UnavailableError(
+                       fmt::format("group {} does not answer", lease_.snapshot().info.address())),
+                   kReasonNotReady));
+    return;
   } else if (ConnectionLost(reason)) {
     reason = RankLost(lease_, std::string(reason.message()));
   }
-  if (const std::string why = ReasonOf(reason);
-      why == kReasonNotReady || why == kReasonDraining || why == kReasonRankLost) {
+  const std::string why = ReasonOf(reason);
+  if (why == kReasonNotReady || why == kReasonDraining || why == kReasonRankLost) {
     lease_.link().ReportNotReady(lease_.snapshot().epoch);
+  } else if (why == kReasonOverloaded) {
+    lease_.link().ReportOverloaded();
+  }
+  if (why == kReasonRankLost) {
+    lease_.SetOutcome(GroupOutcome::kLost);
+  } else if (absl::IsInternal(reason) || absl::IsUnknown(reason) || absl::IsDataLoss(reason)) {
+    lease_.SetOutcome(GroupOutcome::kFailed);
   }
   End(std::move(reason));
 }

@@ -159,7 +159,7 @@ inline constexpr GaugeSpec kRouterRequestsInFlight = {"weft_router_requests_in_f
                                                       "Generate calls that have not ended"};
 inline constexpr GaugeSpec kRouterQueuedRequests = {
     "weft_router_queued_requests",
-    "Requests that wait, by stage: tokenize (for a thread), place (for a group to be ready)"};
+    "Requests that wait, by stage: tokenize (for a thread), place (for a group that takes them)"};
 inline constexpr CounterSpec kRouterRetries = {
     "weft_router_retries_total", "Requests placed again after a group could not take them"};
 inline constexpr CounterSpec kRouterReplays = {
@@ -170,8 +170,11 @@ inline constexpr CounterSpec kRouterHandoffs = {
     "by the other one after all"};
 inline constexpr CounterSpec kRouterPlacements = {"weft_router_placements_total",
                                                   "Requests given to a group, by group"};
-inline constexpr CounterSpec kRouterPromptTokens = {"weft_router_prompt_tokens_total",
-                                                    "Tokens of prompts, each time that one was placed"};
+inline constexpr GaugeSpec kRouterBreakerOpen = {
+    "weft_router_breaker_open",
+    "1 while a group, by group, is asked last because its streams fail"};
+inline constexpr CounterSpec kRouterPromptTokens = {
+    "weft_router_prompt_tokens_total", "Tokens of prompts, each time that one was placed"};
 inline constexpr CounterSpec kRouterCachedTokens = {
     "weft_router_cached_prompt_tokens_total",
     "Of those, tokens that the chosen group had in its prefix cache, as far as the router knew"};

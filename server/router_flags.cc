@@ -42,8 +42,17 @@ constexpr std::string_view kNames[] = {
     "--max-queued-requests",
     "--routing-policy",
     "--routing-request-tokens",
+    "--max-waiting-per-group",
     "--max-attempts",
+    "--retry-budget-ratio",
+    "--retry-budget-min",
+    "--min-retry-backoff",
+    "--max-retry-backoff",
     "--max-replays",
+    "--breaker-failures",
+    "--breaker-open-time",
+    "--slow-start",
+    "--first-token-timeout",
     "--pd-min-prefill-tokens",
     "--max-stream-buffer-bytes",
     "--queue-timeout",
@@ -106,9 +115,14 @@ void RouterFlags::AddRequestLimitsTo(OptionParser& parser) {
   parser.Group("Limits of all requests");
   parser.Add("--max-requests", &max_requests, "Requests in flight at this router",
              Range(1, kMaxInt32));
-  parser.Add("--max-queued-requests", &max_queued_requests,
-             "Requests that may wait for a tokenizer thread, and samples for a group to be ready",
-             Range(1, kMaxInt32));
+  parser.Add(
+      "--max-queued-requests", &max_queued_requests,
+      "Requests that may wait for a tokenizer thread, and samples for a group that takes them",
+      Range(1, kMaxInt32));
+  parser.Add("--max-waiting-per-group", &max_waiting_per_group,
+             "Samples of this router that may wait at a group behind those it runs, if it takes so "
+             "many; more wait here, by priority and fairly between tenants",
+             Range(0, kMaxInt32));
   parser.Add("--routing-policy", &routing_policy,
              "How a group is chosen: prefix-aware, least-loaded, round-robin or random");
   parser.Add(
@@ -118,15 +132,39 @@ void RouterFlags::AddRequestLimitsTo(OptionParser& parser) {
   parser.Add("--max-attempts", &max_attempts,
              "Groups that may refuse a request as not ready or draining before it fails",
              Range(1, 1000));
+  parser.Add("--retry-budget-ratio", &retry_budget_ratio,
+             "Samples that groups refused are placed again as often as this share of the last ten "
+             "seconds' samples, and wait otherwise",
+             Range(0, 1000));
+  parser.Add("--retry-budget-min", &retry_budget_min,
+             "And so often in ten seconds however few samples there were", count);
+  parser.Add("--min-retry-backoff", &min_retry_backoff,
+             "Pause before a group that is overloaded is given one more than it takes, at first");
+  parser.Add("--max-retry-backoff", &max_retry_backoff, "And at most");
   parser.Add("--max-replays", &max_replays,
              "Groups that a request may lose, each time going on elsewhere, before it fails",
              Range(0, 1000));
-  parser.Add("--pd-min-prefill-tokens", &pd_min_prefill_tokens,
-             "Prompts with fewer tokens that are not cached are computed by the decode group itself",
-             count);
+  parser.Add(
+      "--breaker-failures", &breaker_failures,
+      "Streams in a row that fail, or losses of the group, after which a group is asked last; "
+      "0: never",
+      count);
+  parser.Add("--breaker-open-time", &breaker_open_time,
+             "Such a group is given one sample in so long, until one is served");
+  parser.Add("--slow-start", &slow_start,
+             "How long the share of a group that comes, or comes back, grows; 0s: whole at once");
+  parser.Add(
+      "--first-token-timeout", &first_token_timeout,
+      "A group that has said nothing of a sample for so long is left for another one that has "
+      "room; queue and prompt included");
+  parser.Add(
+      "--pd-min-prefill-tokens", &pd_min_prefill_tokens,
+      "Prompts with fewer tokens that are not cached are computed by the decode group itself",
+      count);
   parser.AddBytes("--max-stream-buffer-bytes", &max_stream_buffer_bytes,
                   "What a slow reader may leave in the router before it loses its stream");
-  parser.Add("--queue-timeout", &queue_timeout, "How long a request waits for a group to be ready");
+  parser.Add("--queue-timeout", &queue_timeout,
+             "How long a request waits for a group that is ready and takes it");
   parser.Add("--drain-timeout", &drain_timeout,
              "How long requests in flight may go on after SIGTERM");
 }

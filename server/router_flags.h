@@ -43,8 +43,17 @@ struct RouterFlags {
   std::int32_t max_queued_requests = 1024;
   std::string routing_policy = "prefix-aware";
   std::int64_t routing_request_tokens = 128;
+  std::int32_t max_waiting_per_group = 1024;
   std::int32_t max_attempts = 3;
+  double retry_budget_ratio = 0.2;
+  std::int32_t retry_budget_min = 100;
+  absl::Duration min_retry_backoff = absl::Milliseconds(50);
+  absl::Duration max_retry_backoff = absl::Seconds(1);
   std::int32_t max_replays = 3;
+  std::int32_t breaker_failures = 5;
+  absl::Duration breaker_open_time = absl::Seconds(5);
+  absl::Duration slow_start = absl::Seconds(10);
+  absl::Duration first_token_timeout = absl::InfiniteDuration();
   std::int32_t pd_min_prefill_tokens = 128;
   std::int64_t max_stream_buffer_bytes = std::int64_t{1} << 20;
   absl::Duration queue_timeout = absl::Seconds(30);

@@ -277,6 +277,8 @@ v1::GroupState DescribeGroup(const RankProcessOptions& options, const RankModel&
   group.set_block_size(model.layout.block_size());
   group.set_cp_kv_cache_interleave_size(model.layout.interleave());
   group.set_max_model_len(agreement.max_model_len);
+  group.set_max_num_seqs(options.group.max_num_seqs);
+  group.set_max_num_waiting(options.group.max_num_waiting);
   group.set_kv_bytes_per_token_per_rank(model.kv_shape.BytesPerLocalToken() /
                                         model.layout.decode_context_parallel_size());
   group.set_dtype(std::string(DTypeName(model.dtype)));

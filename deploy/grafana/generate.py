@@ -140,7 +140,7 @@ ROUTER = ("weft-router", "Weft / router", "What routers do with requests: where 
          [(rate("weft_router_rejects_total", by="reason"), "{{reason}}")]),
         ("In flight", "none", "Generate calls at each router",
          [(f"weft_router_requests_in_flight{{{MODEL}}}", "{{instance}}")]),
-        ("Waiting", "none", "For a tokenizer thread; for a group to be ready",
+        ("Waiting", "none", "For a tokenizer thread; for a group that takes them",
          [(f"sum by (stage) (weft_router_queued_requests{{{MODEL}}})", "{{stage}}")]),
     ],
     "Groups": [
@@ -150,6 +150,8 @@ ROUTER = ("weft-router", "Weft / router", "What routers do with requests: where 
          [(f"weft_router_groups_ready{{{MODEL}}}", "{{instance}}")]),
         ("Retries and replays", "ops", "Placed again: the group could not take it; the group was lost and another one goes on",
          [(rate("weft_router_retries_total"), "retries"), (rate("weft_router_replays_total"), "replays")]),
+        ("Groups that are asked last", "none", "At 1 for a router: the group's streams failed too often, and it is tried now and then",
+         [(f"max by (group) (weft_router_breaker_open{{{MODEL}}})", "{{group}}")]),
         ("Prompt tokens that are cached", "percentunit", "In the group that was chosen, as far as the router knew",
          [(f"{rate('weft_router_cached_prompt_tokens_total')} / {rate('weft_router_prompt_tokens_total')}", "cached")]),
         ("Prefix index", "none", "Blocks of each group's prefix cache that routers know",

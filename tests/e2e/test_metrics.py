@@ -22,6 +22,7 @@ METRICS = {name: kind.lower() for kind, name in
            re.findall(r'(Counter|Gauge|Histogram)Spec k\w+ = \{\s*"(weft_\w+)"', TABLE)}
 # Those that only a test of a part of a process moves, and which.
 MOVED_ELSEWHERE = {
+    "weft_router_breaker_open": "tests/router/breaker_test.cc",
     "weft_router_queued_requests": "tests/router/router_metrics_test.cc",
     "weft_router_cached_prompt_tokens_total": "tests/router/router_test.cc",
     "weft_router_prefix_index_blocks": "tests/router/router_test.cc",

@@ -369,10 +369,10 @@ TEST_F(RouterTest, WhatTheLeaderRefusesArrivesAsItSaidIt) {
   StartOne();
   const auto stream = Send(TextRequest("x"));
   worker().TakeCall()->End(
-      WithReason(absl::ResourceExhaustedError("1024 requests wait"), kReasonOverloaded));
-  EXPECT_TRUE(absl::IsResourceExhausted(stream->Wait())) << stream->Wait();
-  EXPECT_EQ(ReasonOf(stream->Wait()), kReasonOverloaded);
-  EXPECT_EQ(stream->Wait().message(), "1024 requests wait");
+      WithReason(absl::InvalidArgumentError("too many stop tokens"), kReasonOutOfLimits));
+  EXPECT_TRUE(absl::IsInvalidArgument(stream->Wait())) << stream->Wait();
+  EXPECT_EQ(ReasonOf(stream->Wait()), kReasonOutOfLimits);
+  EXPECT_EQ(stream->Wait().message(), "too many stop tokens");
 }
 
 TEST_F(RouterTest, ServerInfoListsEveryGroup) {

@@ -182,6 +182,7 @@ class Simulation {
       return groups_[std::stoul(address)]->NewClient();
     };
     options.link.now = [this] { return time_.SteadyNow(); };
+    options.system_now = [this] { return time_.SystemTime(time_.now()); };
     options.ticks_itself = false;
     options.max_waiting = OneIn(random_, 5) ? 3 : 1000;
     if (OneIn(random_, 3)) options.queue_timeout = kShortQueueTimeout;
