@@ -36,13 +36,7 @@ Cluster::Cluster(ClusterOptions options)
       retry_budget_(options_.retry_budget),
       policy_(options_.policy, options_.request_tokens, std::random_device()()),
       prefill_policy_(options_.policy, options_.request_tokens, std::random_device()()) {
-  ClusterSnapshot snapshot;
-  for (std::size_t i = 0; i < options_.addresses.size(); ++i) {
-    links_.push_back(std::make_shared<GroupLink>(
-        options_.addresses[i], options_.link, [this, i] { OnChange(i); }, [this] { OnRoom(); }));
-    snapshot.groups.push_back(links_.back()->Snapshot());
-  }
-  snapshot_ = std::make_shared<const ClusterSnapshot>(std::move(snapshot));
+  SetGroups(options_.addresses);
   if (options_.ticks_itself) ticker_ = std::thread([this] { RunTicker(); });
 }
 
@@ -58,7 +52,55 @@ Cluster::~Cluster() {
   }
   if (ticker_.joinable()) ticker_.join();
   FailOverdue(Clock::time_point::max());
-  for (const auto& link : links_) link->Shutdown();
+  SetGroups({});
+  std::vector<std::shared_ptr<GroupLink>> links;
+  {
+    MutexLock lock(mutex_);
+    links.swap(leaving_);
+  }
+  for (const auto& link : links) link->Shutdown();
+}
+
+void Cluster::SetGroups(const std::vector<std::string>& addresses) {
+  MutexLock lock(mutex_);
+  std::vector<std::shared_ptr<GroupLink>> before = std::move(links_);
+  before.insert(before.end(), leaving_.begin(), leaving_.end());
+  links_.clear();
+  leaving_.clear();
+  for (const std::string& address : addresses) {
+    const auto known = std::find_if(before.begin(), before.end(), [&](const auto& link) {
+      return link != nullptr && link->address() == address;
+    });
+    if (known != before.end()) {
+      links_.push_back(std::exchange(*known, nullptr));
+    } else {
+      links_.push_back(std::make_shared<GroupLink>(
+          address, options_.link, [this] { OnChange(); }, [this] { OnRoom(); }));
+    }
+  }
+  for (auto& link : before) {
+    if (link != nullptr) leaving_.push_back(std::move(link));
+  }
+  PublishSnapshot();
+}
+
+void Cluster::DropLeaving() {
+  std::vector<std::shared_ptr<GroupLink>> dropped;
+  {
+    MutexLock lock(mutex_);
+    std::erase_if(leaving_, [&dropped](const auto& link) {
+      if (link->Load().in_flight > 0) return false;
+      dropped.push_back(link);
+      return true;
+    });
+  }
+  for (const auto& link : dropped) link->Shutdown();
+}
+
+void Cluster::PublishSnapshot() {
+  ClusterSnapshot next;
+  for (const auto& link : links_) next.groups.push_back(link->Snapshot());
+  snapshot_ = std::make_shared<const ClusterSnapshot>(std::move(next));
 }
 
 std::shared_ptr<const ClusterSnapshot> Cluster::Snapshot() const {
@@ -163,12 +205,10 @@ bool Cluster::CancelPlace(WaitId id) {
   return cancelled.has_value();
 }
 
-void Cluster::OnChange(std::size_t index) {
+void Cluster::OnChange() {
   {
     MutexLock lock(mutex_);
-    ClusterSnapshot next = *snapshot_;
-    next.groups[index] = links_[index]->Snapshot();
-    snapshot_ = std::make_shared<const ClusterSnapshot>(std::move(next));
+    PublishSnapshot();
   }
   PlaceWaiting();
 }
@@ -207,7 +247,13 @@ void Cluster::PlaceWaiting() {
 }
 
 void Cluster::Tick(Clock::time_point now) {
-  for (const auto& link : links_) link->Tick(now);
+  std::vector<std::shared_ptr<GroupLink>> links = this->links();
+  {
+    MutexLock lock(mutex_);
+    links.insert(links.end(), leaving_.begin(), leaving_.end());
+  }
+  for (const auto& link : links) link->Tick(now);
+  DropLeaving();
   FailOverdue(now);
   PlaceWaiting();
 }
@@ -288,6 +334,7 @@ std::optional<GroupLease> Cluster::PlacePrefill(const GroupLease& decode,
                                                 const PlaceRequest& request) {
   if (!decode.snapshot().kv.has_value()) return std::nullopt;
   const std::int64_t prompt_tokens = request.prompt->num_tokens() + request.more_tokens;
+  MutexLock lock(mutex_);
   std::vector<std::shared_ptr<const GroupSnapshot>> groups(links_.size());
   std::vector<GroupLoad> loads(links_.size());
   std::optional<std::size_t> mismatch;
@@ -303,7 +350,6 @@ std::optional<GroupLease> Cluster::PlacePrefill(const GroupLease& decode,
       mismatch = i;
     }
   }
-  MutexLock lock(mutex_);
   const auto chosen = prefill_policy_.Pick(loads, prompt_tokens);
   if (!chosen) {
     if (mismatch) WarnOfMismatch(*links_[*mismatch], *groups[*mismatch], decode);

@@ -23,7 +23,7 @@
 namespace weft {
 
 struct ClusterOptions {
-  // host:port or unix-abstract:NAME of each group's leader.
+  // host:port or unix-abstract:NAME of each group's leader; SetGroups() changes them.
   std::vector<std::string> addresses;
   GroupLinkOptions link;
   RoutingPolicy policy = RoutingPolicy::kPrefixAware;
@@ -73,8 +73,13 @@ class Cluster {
   Cluster& operator=(const Cluster&) = delete;
 
   std::shared_ptr<const ClusterSnapshot> Snapshot() const;
-  // In the order of options.addresses.
-  absl::Span<const std::shared_ptr<GroupLink>> links() const { return links_; }
+  std::vector<std::shared_ptr<GroupLink>> links() const {
+    MutexLock lock(mutex_);
+    return links_;
+  }
+  // From now on the groups are those at `addresses`. One that is not there any more gets no new
+  // request; those that it has go on. One thread at a time.
+  void SetGroups(const std::vector<std::string>& addresses);
   // Requests that wait for a group.
   std::int64_t num_waiting() const {
     MutexLock lock(mutex_);
@@ -111,7 +116,10 @@ class Cluster {
   std::optional<GroupLease> PlacePrefill(const GroupLease& decode, const PlaceRequest& request);
 
   // Whether another group than `group` is ready and takes requests.
-  bool HasRoomBeside(const GroupLink& group) const { return HasRoom(&group); }
+  bool HasRoomBeside(const GroupLink& group) const {
+    MutexLock lock(mutex_);
+    return HasRoom(&group);
+  }
 
   // Forgets a request that waits. False when it does not yet wait, and when its handler has run or
   // is about to.
@@ -130,7 +138,7 @@ class Cluster {
 
   using Queue = FairQueue<Waiter>;
 
-  void OnChange(std::size_t index);
+  void OnChange();
   void OnRoom();
   void RunTicker();
   // Places those that wait as far as there is room, and fails those whose time is over.
@@ -146,7 +154,10 @@ class Cluster {
   // RESOURCE_EXHAUSTED when `request` comes too late if `ahead` are before it.
   absl::Status CheckDeadline(const PlaceRequest& request, std::int64_t ahead,
                              absl::Span<const LinkLoad> groups) const;
-  bool HasRoom(const GroupLink* except = nullptr) const;
+  bool HasRoom(const GroupLink* except = nullptr) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PublishSnapshot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Links to groups that are gone from the addresses, once nothing of them is left.
+  void DropLeaving();
   GroupLoad LoadOf(const GroupSnapshot& group, const GroupLink& link, const LinkLoad& load,
                    const PromptBlocks& prompt) const;
   // A lease, an error, or nothing while no ready group takes it.
@@ -154,9 +165,10 @@ class Cluster {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const ClusterOptions options_;
-  std::vector<std::shared_ptr<GroupLink>> links_;  // as options_.addresses; never changes
 
   mutable Mutex mutex_;
+  std::vector<std::shared_ptr<GroupLink>> links_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<GroupLink>> leaving_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Queue waiting_ ABSL_GUARDED_BY(mutex_);
   std::atomic<bool> any_waiting_{false};  // written with mutex_ held

@@ -85,9 +85,12 @@ absl::StatusOr<std::vector<std::int32_t>> EncodeChat(const GenerateContext& cont
 
 GenerateCall::GenerateCall(const GenerateContext& context, v1::GenerateRequest request,
                            std::chrono::system_clock::time_point deadline,
-                           std::shared_ptr<Tenant> tenant)
+                           std::shared_ptr<Tenant> tenant, std::string traceparent,
+                           std::shared_ptr<AccessRecord> record)
     : context_(context),
       tenant_(std::move(tenant)),
+      traceparent_(std::move(traceparent)),
+      record_(std::move(record)),
       request_(std::move(request)),
       deadline_(deadline) {}
 
@@ -122,6 +125,7 @@ absl::Status GenerateCall::Admit() {
   if (request_.request_id().empty()) {
     request_.set_request_id(fmt::format("{:016x}{:016x}", DrawUint64(), DrawUint64()));
   }
+  if (record_ != nullptr) record_->SetRequestId(request_.request_id());
   key_ = NameOf(tenant_.get(), request_.request_id());
   request_.set_cache_salt(NameOf(tenant_.get(), request_.cache_salt()));
   if (tenant_ != nullptr) {
@@ -217,6 +221,7 @@ absl::StatusOr<v1::WorkerGenerateRequest> GenerateCall::MakeWorkerRequest(
   request.mutable_resume_token_ids()->Add(produced.begin(), produced.end());
   request.set_priority(request_.priority());
   request.set_cache_salt(request_.cache_salt());
+  request.set_traceparent(traceparent_);
   v1::SamplingParams& sampling = *request.mutable_sampling();
   sampling = request_.sampling();
   sampling.set_seed(sampling.seed() + static_cast<std::uint64_t>(index));
@@ -229,8 +234,13 @@ absl::StatusOr<v1::WorkerGenerateRequest> GenerateCall::MakeWorkerRequest(
   return request;
 }
 
+void GenerateCall::OnSamplePlaced(const std::string& group) {
+  if (record_ != nullptr) record_->OnPlaced(group);
+}
+
 void GenerateCall::OnSampleMessage(v1::GenerateResponse message) {
   message.set_request_id(request_.request_id());
+  if (record_ != nullptr) record_->OnMessage(message, absl::Now());
   if (tenant_ != nullptr) tenant_->AddCompletion(message.token_ids_size(), absl::Now());
   bool open = false;
   {

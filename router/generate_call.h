@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "router/access_log.h"
 #include "router/cluster.h"
 #include "router/request_registry.h"
 #include "router/router_metrics.h"
@@ -34,6 +35,7 @@ struct GenerateContext {
   Cluster* cluster = nullptr;
   RequestRegistry* registry = nullptr;
   RouterMetrics* metrics = nullptr;  // may be null
+  AccessLog access_log;              // may be null
   Tenants* tenants = nullptr;        // null without --api-keys-file: everybody may
   std::string metrics_address;       // for GetServerInfo
 };
@@ -48,10 +50,11 @@ class GenerateCall final : public SampleCall::Owner,
   using Writer = StreamWriter<v1::GenerateResponse>;
 
   // `tenant` is null when the router knows none. Request ids and cached prefixes are a tenant's
-  // own.
+  // own. `traceparent` may be empty, `record` null.
   GenerateCall(const GenerateContext& context, v1::GenerateRequest request,
                std::chrono::system_clock::time_point deadline,
-               std::shared_ptr<Tenant> tenant = nullptr);
+               std::shared_ptr<Tenant> tenant = nullptr, std::string traceparent = "",
+               std::shared_ptr<AccessRecord> record = nullptr);
 
   // Once. The outcome, errors included, goes to `writer`.
   void Start(std::shared_ptr<Writer> writer);
@@ -67,6 +70,7 @@ class GenerateCall final : public SampleCall::Owner,
   absl::StatusOr<v1::WorkerGenerateRequest> MakeWorkerRequest(
       std::int32_t index, absl::Span<const std::int32_t> produced,
       std::int32_t vocab_size) const override;
+  void OnSamplePlaced(const std::string& group) override;
   void OnSampleMessage(v1::GenerateResponse message) override;
   void OnSampleEnd(std::int32_t index, absl::Status status) override;
 
@@ -80,6 +84,8 @@ class GenerateCall final : public SampleCall::Owner,
 
   const GenerateContext& context_;
   const std::shared_ptr<Tenant> tenant_;
+  const std::string traceparent_;
+  const std::shared_ptr<AccessRecord> record_;
   // Until the samples start: request id and seed are drawn, text becomes token ids in prompt_.
   v1::GenerateRequest request_;
   const std::chrono::system_clock::time_point deadline_;

@@ -71,14 +71,13 @@ void GroupLink::Shutdown() {
 
 LinkLoad GroupLink::Load() {
   MutexLock lock(mutex_);
-  LinkLoad load = {.in_flight = in_flight_,
-                   .prefill_tokens = prefill_tokens_,
-                   .full = IsFull(),
-                   .served_per_second = service_.PerSecond(options_.now())};
-  if (const std::int64_t running = snapshot_->info.max_num_seqs(); running > 0) {
-    load.waiting = std::max<std::int64_t>(0, in_flight_ - running);
-  }
   const Clock::time_point now = options_.now();
+  LinkLoad load = {.in_flight = in_flight_, .prefill_tokens = prefill_tokens_, .full = IsFull()};
+  const std::int64_t running = snapshot_->info.max_num_seqs();
+  if (running > 0) load.waiting = std::max<std::int64_t>(0, in_flight_ - running);
+  if (load.full || (running > 0 && in_flight_ >= running)) {
+    load.served_per_second = service_.PerSecond(now);
+  }
   load.breaker_open = breaker_.open();
   load.broken = !breaker_.Allows(now);
   if (const auto warm = now - warming_since_; warm < options_.slow_start) {

@@ -53,7 +53,7 @@ struct LinkLoad {
   bool breaker_open = false;
   bool broken = false;                      // it is open, and lets no request through now
   double weight = 1;                        // below 1 in a slow start
-  std::optional<double> served_per_second;  // while some wait
+  std::optional<double> served_per_second;  // if one more would wait
 };
 
 // The router's end of one group: the wire to its leader, the WatchState stream that is opened

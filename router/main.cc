@@ -10,7 +10,9 @@
 
 #include "absl/time/clock.h"
 #include "fmt/format.h"
+#include "router/access_log.h"
 #include "router/cluster.h"
+#include "router/dns_groups.h"
 #include "router/grpc_leader_client.h"
 #include "router/request_registry.h"
 #include "router/router_metrics.h"
@@ -115,7 +117,6 @@ GrpcTransportOptions TransportOf(const Flags& flags) {
 ClusterOptions ClusterOptionsOf(const Flags& flags, RoutingPolicy policy,
                                 const GrpcChannelOptions& channel) {
   return {
-      .addresses = flags.groups,
       .link = {.heartbeat_timeout = ToChrono(flags.heartbeat_timeout),
                .min_backoff = ToChrono(flags.min_reconnect_backoff),
                .max_backoff = ToChrono(flags.max_reconnect_backoff),
@@ -209,12 +210,19 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
                              .chat_template = chat_template.get()};
   RequestRegistry registry(flags.max_requests);
   Cluster cluster(ClusterOptionsOf(flags, *policy, channel));
+  ASSIGN_OR_RETURN(
+      const std::unique_ptr<DnsGroups> groups,
+      DnsGroups::Start(flags.groups, ToChrono(flags.dns_refresh_interval), NewSystemResolver(),
+                       [&cluster](const auto& addresses) { cluster.SetGroups(addresses); }));
   TextPool text_pool(flags.tokenizer_threads, static_cast<std::size_t>(flags.max_queued_requests));
   context.registry = &registry;
   context.cluster = &cluster;
   context.text_pool = &text_pool;
   context.metrics = &metrics;
   context.tenants = tenants.get();
+  if (flags.access_log && spdlog::should_log(spdlog::level::info)) {
+    context.access_log = NewAccessLog();
+  }
   std::optional<Ticker> reload;
   if (tenants != nullptr) reload.emplace(kReloadInterval, [&tenants] { tenants->Reload(); });
   const auto reader = metrics.Read(cluster, text_pool);
@@ -292,7 +300,8 @@ int Main(int argc, char** argv) {
   flags.RouterFlags::AddTo(parser);
   flags.metrics.AddTo(parser, "9400");
   parser.Add("--groups", &flags.groups,
-             "Leaders of the groups: HOST:PORT or unix-abstract:NAME, several with commas");
+             "Leaders of the groups: HOST:PORT, unix-abstract:NAME, or dns:///HOST:PORT for one at "
+             "each address of a name; several with commas");
   flags.worker_tls.AddTo(parser, "--worker-",
                          "Certificate that leaders see, if they ask for one: a PEM file",
                          "Leaders are reached by TLS, and have a certificate of one of the CAs in "

@@ -85,6 +85,14 @@ absl::Status DescribeModel(const GenerateContext& context, v1::GetModelInfoRespo
   return absl::OkStatus();
 }
 
+// Empty when the client sent none that is one.
+std::string TraceparentOf(const grpc::CallbackServerContext& call) {
+  const auto found = call.client_metadata().find("traceparent");
+  if (found == call.client_metadata().end()) return "";
+  const std::string value(found->second.data(), found->second.size());
+  return IsTraceparent(value) ? value : "";
+}
+
 }  // namespace
 
 void RouterService::Drain(absl::Duration timeout) {
@@ -109,20 +117,23 @@ absl::StatusOr<std::shared_ptr<Tenant>> RouterService::Authenticate(
   return context_.tenants->Authenticate(BearerToken(call));
 }
 
-// Counts a call, now and when it ends.
+// Counts a call, now and when it ends, and tells the access log.
 ResponseStream::EndHandler RouterService::EndHandler(std::chrono::system_clock::time_point deadline,
-                                                     const Tenant* tenant) {
+                                                     const Tenant* tenant,
+                                                     std::shared_ptr<const AccessRecord> record) {
   RouterMetrics* const metrics = context_.metrics;
-  if (metrics == nullptr) return nullptr;
-  metrics->OnRequest();
-  return [metrics, deadline, name = tenant == nullptr ? "" : tenant->name()](
-             const absl::Status& status, v1::FinishReason last, bool sent) {
+  if (metrics != nullptr) metrics->OnRequest();
+  return [metrics, deadline, record = std::move(record), &log = context_.access_log,
+          name = tenant == nullptr ? "" : tenant->name()](const absl::Status& status,
+                                                          v1::FinishReason last, bool sent) {
     // gRPC cancels a call whose deadline passes. The client's end does so first: a deadline travels
     // as the time that is left, so here it is later by what the call took to come.
     constexpr std::chrono::milliseconds kTravel{100};
     const bool late =
         absl::IsCancelled(status) && std::chrono::system_clock::now() >= deadline - kTravel;
-    metrics->OnEnd(late ? absl::DeadlineExceededError("") : status, last, sent, name);
+    const absl::Status end = late ? absl::DeadlineExceededError("") : status;
+    if (metrics != nullptr) metrics->OnEnd(end, last, sent, name);
+    if (record != nullptr) log(record->Line(end, last, absl::Now()));
   };
 }
 
@@ -134,15 +145,21 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* RouterService::Generate(
   absl::Status status = admitted.status();
   if (status.ok()) status = ParseRequest(*request, parsed);
   const std::uint64_t first_seq = parsed.resume_seq();
-  auto generate =
-      std::make_shared<GenerateCall>(context_, std::move(parsed), call->deadline(), tenant);
+  const std::string traceparent = TraceparentOf(*call);
+  std::shared_ptr<AccessRecord> record;
+  if (context_.access_log != nullptr) {
+    record = std::make_shared<AccessRecord>(tenant == nullptr ? "" : tenant->name(), traceparent,
+                                            absl::Now());
+  }
+  auto generate = std::make_shared<GenerateCall>(context_, std::move(parsed), call->deadline(),
+                                                 tenant, traceparent, record);
 
   StreamWriterOptions<v1::GenerateResponse> options = ResponseStreamOptions(context_);
   options.on_cancel = [weak = std::weak_ptr<GenerateCall>(generate)] {
     if (const auto alive = weak.lock()) alive->End(absl::CancelledError("cancelled by the client"));
   };
   auto* stream = new ResponseStream(*context_.registry, first_seq, std::move(options),
-                                    EndHandler(call->deadline(), tenant.get()));
+                                    EndHandler(call->deadline(), tenant.get(), record));
   if (status.ok()) {
     generate->Start(stream->writer());
   } else {

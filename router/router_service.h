@@ -53,7 +53,8 @@ class RouterService final
   absl::StatusOr<std::shared_ptr<Tenant>> Authenticate(
       const grpc::CallbackServerContext& call) const;
   ResponseStream::EndHandler EndHandler(std::chrono::system_clock::time_point deadline,
-                                        const Tenant* tenant);
+                                        const Tenant* tenant,
+                                        std::shared_ptr<const AccessRecord> record);
 
   const GenerateContext& context_;
 };

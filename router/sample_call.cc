@@ -87,6 +87,7 @@ void SampleCall::OnPlaced(absl::StatusOr<GroupLease> lease) {
     return;
   }
   request->set_attempt(NextAttempt());
+  owner_.OnSamplePlaced(lease->link().address());
   const std::shared_ptr<PrefillLeg> leg = MakePrefillLeg(*lease, *request);
   {
     MutexLock lock(output_mutex_);

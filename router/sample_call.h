@@ -37,6 +37,8 @@ class SampleCall final : public WorkerCall::Handler, private PrefillLeg::Owner {
     virtual absl::StatusOr<v1::WorkerGenerateRequest> MakeWorkerRequest(
         std::int32_t index, absl::Span<const std::int32_t> produced,
         std::int32_t vocab_size) const = 0;
+    // It goes to `group` now.
+    virtual void OnSamplePlaced(const std::string& group) = 0;
     virtual void OnSampleMessage(v1::GenerateResponse message) = 0;
     // Last, once. OK only when a message had a finish reason.
     virtual void OnSampleEnd(std::int32_t index, absl::Status status) = 0;

@@ -42,6 +42,8 @@ constexpr std::string_view kNames[] = {
     "--max-queued-requests",
     "--routing-policy",
     "--routing-request-tokens",
+    "--access-log",
+    "--dns-refresh-interval",
     "--max-waiting-per-group",
     "--max-attempts",
     "--retry-budget-ratio",
@@ -85,6 +87,9 @@ void RouterFlags::AddTo(OptionParser& parser) {
   parser.Add("--api-keys-file", &api_keys_file,
              "JSON file with tenants, their API keys and limits; a client needs a key then. Taken "
              "anew when it changes");
+  parser.Add("--access-log", &access_log,
+             "A line of JSON on standard error for each Generate call that has ended, with log levels "
+             "info and debug; nothing of prompts and outputs but their lengths");
   parser.Add("--skip-tokenizer-init", &skip_tokenizer_init,
              "No tokenizer: prompts are token ids, and no text comes back");
   parser.Add("--tokenizer-threads", &tokenizer_threads, "Threads that tokenize prompts",
@@ -188,6 +193,8 @@ void RouterFlags::AddConnectionLimitsTo(OptionParser& parser) {
              Range(0, kMaxInt32));
   parser.AddBytes("--grpc-memory-quota-bytes", &memory_quota_bytes,
                   "Memory of gRPC's own buffers for all connections; 0: any");
+  parser.Add("--dns-refresh-interval", &dns_refresh_interval,
+             "How often names of groups (dns:///HOST:PORT) are resolved");
   parser.Add("--heartbeat-timeout", &heartbeat_timeout,
              "A leader that is silent for this long is taken for lost; it speaks every 500 ms");
   parser.Add("--min-reconnect-backoff", &min_reconnect_backoff,

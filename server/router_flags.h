@@ -43,6 +43,8 @@ struct RouterFlags {
   std::int32_t max_queued_requests = 1024;
   std::string routing_policy = "prefix-aware";
   std::int64_t routing_request_tokens = 128;
+  bool access_log = true;
+  absl::Duration dns_refresh_interval = absl::Seconds(5);
   std::int32_t max_waiting_per_group = 1024;
   std::int32_t max_attempts = 3;
   double retry_budget_ratio = 0.2;

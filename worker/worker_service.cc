@@ -307,6 +307,9 @@ grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* WorkerService::Generate(
     return GenerateCalls::Refuse(
         WithReason(absl::UnavailableError("this group is still loading"), kReasonNotReady));
   }
+  spdlog::debug("request {}: attempt {}, {} prompt tokens, traceparent {}", request->request_id(),
+                request->attempt(), request->prompt_token_ids_size(),
+                request->traceparent().empty() ? "none" : request->traceparent());
   std::vector<std::int32_t> eos_token_ids;
   ModelTokens model;
   std::string kv_format;

@@ -297,6 +297,37 @@ TEST_F(TenantsTest, OneTenantsLimitIsNotAnothers) {
   EXPECT_EQ(last.Wait(), absl::OkStatus());
 }
 
+TEST_F(TenantsTest, ATenantWithALongQueueDoesNotHoldUpAnother) {
+  StartTwo();
+  v1::GroupState one_place = FakeWorker::ReadyState();
+  one_place.mutable_group()->set_max_num_seqs(1);
+  worker().SetState(one_place);
+  while (cluster_->Snapshot()->groups[0]->info.max_num_seqs() != 1) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  Stream running(*a_, Request("a0"));
+  const auto call = worker().TakeCall();
+  std::vector<std::unique_ptr<Stream>> waiting;
+  for (const char* id : {"a1", "a2", "a3", "b1", "b2"}) {
+    waiting.push_back(std::make_unique<Stream>(id[0] == 'a' ? *a_ : *b_, Request(id)));
+    while (cluster_->num_waiting() != static_cast<std::int64_t>(waiting.size())) {
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+  }
+  call->Send(ByteIds("x"), v1::FINISH_REASON_LENGTH);
+  call->End();
+  std::string order;
+  for (std::size_t i = 0; i < waiting.size(); ++i) {
+    const auto next = worker().TakeCall();
+    order += next->request().request_id().substr(std::string("0:a/").size()) + " ";
+    next->Send(ByteIds("x"), v1::FINISH_REASON_LENGTH);
+    next->End();
+  }
+  EXPECT_EQ(order, "a1 b1 a2 b2 a3 ");
+  EXPECT_EQ(running.Wait(), absl::OkStatus());
+  for (const auto& stream : waiting) EXPECT_EQ(stream->Wait(), absl::OkStatus());
+}
+
 TEST_F(TenantsTest, PromptsAndCompletionsCountAgainstTheRate) {
   StartTwo(R"(, "tokens_per_minute": 1, "burst_tokens": 5)");
   Stream first(*a_, Request("1"));  // a prompt of 2
