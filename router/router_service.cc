@@ -181,20 +181,29 @@ grpc::ServerUnaryReactor* RouterService::Abort(grpc::CallbackServerContext* call
       });
 }
 
+absl::StatusOr<std::shared_ptr<Tenant::Place>> RouterService::StartTextCall(
+    const grpc::CallbackServerContext& call) const {
+  ASSIGN_OR_RETURN(const std::shared_ptr<Tenant> tenant, Authenticate(call));
+  if (tenant == nullptr) return nullptr;
+  return tenant->StartRequest(absl::Now());
+}
+
 grpc::ServerUnaryReactor* RouterService::Tokenize(grpc::CallbackServerContext* call,
                                                   const grpc::ByteBuffer* request,
                                                   grpc::ByteBuffer* response) {
+  const auto place = StartTextCall(*call);
   return UnaryCall<v1::TokenizeRequest, v1::TokenizeResponse>::Start(
-      Authenticate(*call).status(), *request, response, context_.text_pool,
-      [this](const auto& in, auto& out) { return DoTokenize(context_, in, out); });
+      place.status(), *request, response, context_.text_pool,
+      [this, place](const auto& in, auto& out) { return DoTokenize(context_, in, out); });
 }
 
 grpc::ServerUnaryReactor* RouterService::Detokenize(grpc::CallbackServerContext* call,
                                                     const grpc::ByteBuffer* request,
                                                     grpc::ByteBuffer* response) {
+  const auto place = StartTextCall(*call);
   return UnaryCall<v1::DetokenizeRequest, v1::DetokenizeResponse>::Start(
-      Authenticate(*call).status(), *request, response, context_.text_pool,
-      [this](const auto& in, auto& out) { return DoDetokenize(context_, in, out); });
+      place.status(), *request, response, context_.text_pool,
+      [this, place](const auto& in, auto& out) { return DoDetokenize(context_, in, out); });
 }
 
 grpc::ServerUnaryReactor* RouterService::GetModelInfo(grpc::CallbackServerContext* call,

@@ -52,6 +52,10 @@ class RouterService final
  private:
   absl::StatusOr<std::shared_ptr<Tenant>> Authenticate(
       const grpc::CallbackServerContext& call) const;
+  // What a call that needs the tokenizer holds, of a tenant with limits: Generate()'s are its
+  // limits.
+  absl::StatusOr<std::shared_ptr<Tenant::Place>> StartTextCall(
+      const grpc::CallbackServerContext& call) const;
   ResponseStream::EndHandler EndHandler(std::chrono::system_clock::time_point deadline,
                                         const Tenant* tenant,
                                         std::shared_ptr<const AccessRecord> record);

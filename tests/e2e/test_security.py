@@ -335,9 +335,9 @@ def test_limits_are_a_tenants_own(processes, keys):
     group.wait_ready(env={"WEFT_API_KEY": "key-of-a"})
     a, b = api_of(group, "key-of-a"), api_of(group, "key-of-b")
 
-    def refused(api):
+    def refused(api, call=lambda api: api.generate(**greedy())):
         with pytest.raises(grpc.RpcError) as caught:
-            api.generate(**greedy())
+            call(api)
         error = api.error(caught.value)
         assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_seconds > 0, error
         return error.reason
@@ -345,6 +345,9 @@ def test_limits_are_a_tenants_own(processes, keys):
     call = a.call("Generate", greedy(400))
     next(call)
     assert refused(a) == "CONCURRENCY_LIMIT_EXCEEDED"
+    for name, fields in (("Tokenize", {"text": "a"}), ("Detokenize", {"token_ids": [5]})):
+        assert refused(a, lambda api: api.call(name, fields)) == "CONCURRENCY_LIMIT_EXCEEDED"
+        b.call(name, fields)
     assert joined(b.generate(**greedy()))[0] == PROMPT["greedy"], "the other's are untouched"
     assert list(call)[-1].finish_reason == 2
     # 33 + 400 tokens are more than the burst: the rest is owed.
