@@ -2,7 +2,8 @@
 # Sets up, builds and runs the tests. Idempotent; quick the second time.
 #
 #   scripts/test.sh               release build: unit, end-to-end
-#   scripts/test.sh --sanitizers  also asan (with ubsan) and tsan of what is labelled for them
+#   scripts/test.sh --sanitizers  also asan (with ubsan) and tsan of what is labelled for them, and
+#                                 every fuzzer for a minute
 #   scripts/test.sh --all         everything, the long ones too (hours on two cores)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -43,10 +44,10 @@ if [ "$sanitizers" = 1 ]; then
     cmake --build "build/$preset" -j "$jobs" --target "${preset}_tests"
     run_tests "$preset" -L "$preset"
   done
+  scripts/fuzz.sh 60
 fi
 
 if [ "$all" = 1 ]; then
   scripts/mutants.sh
-  scripts/fuzz.sh 60
   scripts/image.sh --test || [ $? = 3 ] # 3: no container engine here, it says
 fi
