@@ -49,7 +49,9 @@ void FrameAssembler::Accept(absl::Span<const std::byte> frame) {
   std::memcpy(&header, frame.data(), sizeof(header));
   if (header.magic != kFrameMagic) return Bad("wrong magic or wire version");
   if (header.key != key_) return Bad("from somebody who was not given our address");
-  if (frame.size() > kFrameBytes) return Bad("longer than a frame");
+  if (static_cast<std::int64_t>(frame.size() - sizeof(header)) > max_payload_bytes_) {
+    return Bad("longer than a frame");
+  }
   if (header.channel >= kNumChannels) return Bad("unknown channel");
   if (header.message_bytes > static_cast<std::uint64_t>(kMaxMessageBytes)) {
     return Bad("message longer than the limit");
@@ -87,7 +89,7 @@ void FrameAssembler::Apply(Connection& connection, absl::Span<const std::byte> f
 void FrameAssembler::Append(Connection& connection, const FrameHeader& header,
                             absl::Span<const std::byte> payload) {
   if (connection.message_bytes == 0) {
-    if (header.message_bytes <= static_cast<std::uint64_t>(kWholeMessageBytes)) {
+    if (header.message_bytes <= static_cast<std::uint64_t>(max_payload_bytes_)) {
       return Bad("length does not match the message");
     }
     connection.message_bytes = header.message_bytes;
@@ -120,8 +122,9 @@ void FrameAssembler::Append(Connection& connection, const FrameHeader& header,
 void FrameAssembler::Deliver(const FrameHeader& header, absl::Span<const std::byte> payload) {
   if (reinterpret_cast<std::uintptr_t>(payload.data()) % 8 != 0) {
     // Only whole messages get here unaligned, and those fit.
-    std::memcpy(scratch_, payload.data(), payload.size());
-    payload = absl::MakeConstSpan(scratch_, payload.size());
+    auto* const scratch = reinterpret_cast<std::byte*>(scratch_.data());
+    std::memcpy(scratch, payload.data(), payload.size());
+    payload = absl::MakeConstSpan(scratch, payload.size());
   }
   sink_.OnMessage(header, payload);
 }

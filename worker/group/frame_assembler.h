@@ -28,6 +28,8 @@ static_assert(sizeof(FrameHeader) == 40 && sizeof(FrameHeader) % 8 == 0,
 
 inline constexpr std::uint32_t kFrameMagic = 0x32544657;  // "WFT2"
 inline constexpr std::size_t kFrameBytes = sizeof(FrameHeader) + kWholeMessageBytes;
+// Between groups: over TCP a frame costs about 20 us, however long it is.
+inline constexpr std::int64_t kLongFramePayloadBytes = 64000;
 
 // Turns frames from the wire back into messages, in the order of each sender, whatever the order
 // frames arrive in, and trusts nothing in them: a frame that makes no sense is counted and dropped.
@@ -43,8 +45,13 @@ class FrameAssembler {
     virtual void OnMessage(const FrameHeader& header, absl::Span<const std::byte> payload) = 0;
   };
 
-  // Frames without `key` are dropped.
-  explicit FrameAssembler(Sink& sink, std::uint64_t key = 0) : sink_(sink), key_(key) {}
+  // Frames without `key` are dropped; others have at most `max_payload_bytes` behind the header.
+  explicit FrameAssembler(Sink& sink, std::uint64_t key = 0,
+                          std::int64_t max_payload_bytes = kWholeMessageBytes)
+      : sink_(sink),
+        key_(key),
+        max_payload_bytes_(max_payload_bytes),
+        scratch_((max_payload_bytes + 7) / 8) {}
 
   // `frame` is valid during the call only and may have any alignment.
   void Accept(absl::Span<const std::byte> frame);
@@ -77,11 +84,12 @@ class FrameAssembler {
 
   Sink& sink_;
   const std::uint64_t key_;
+  const std::int64_t max_payload_bytes_;
   absl::flat_hash_map<std::uint64_t, std::unique_ptr<Connection>> connections_;
   std::uint64_t clock_ = 0;
   std::uint64_t bad_frames_ = 0;
   std::uint64_t early_frames_ = 0;
-  alignas(8) std::byte scratch_[kWholeMessageBytes];
+  std::vector<std::uint64_t> scratch_;
 };
 
 }  // namespace weft

@@ -70,11 +70,13 @@ absl::StatusOr<std::string> MakeAddress(ucp_worker_h worker, std::uint64_t key) 
 
 class UcxFabric final : public Fabric, public FrameAssembler::Sink {
  public:
-  UcxFabric(UcpContext context, UcpWorker worker, std::string address, std::uint64_t key)
-      : context_(std::move(context)),
+  UcxFabric(UcpContext context, UcpWorker worker, std::string address, std::uint64_t key,
+            std::int64_t frame_bytes)
+      : state_(frame_bytes),
+        context_(std::move(context)),
         worker_(std::move(worker)),
         address_(std::move(address)),
-        assembler_(*this, key) {}
+        assembler_(*this, key, frame_bytes) {}
 
   ~UcxFabric() override {
     state_.closing = true;
@@ -285,8 +287,9 @@ absl::StatusOr<std::unique_ptr<Fabric>> MakeUcxFabric(UcxReach reach) {
   std::random_device random;
   const std::uint64_t key = std::uniform_int_distribution<std::uint64_t>()(random);
   ASSIGN_OR_RETURN(std::string address, MakeAddress(worker.get(), key));
-  auto fabric =
-      std::make_unique<UcxFabric>(std::move(context), std::move(worker), std::move(address), key);
+  auto fabric = std::make_unique<UcxFabric>(
+      std::move(context), std::move(worker), std::move(address), key,
+      reach == UcxReach::kWithinGroup ? kWholeMessageBytes : kLongFramePayloadBytes);
   RETURN_IF_ERROR(fabric->Start());
   return fabric;
 }

@@ -89,8 +89,7 @@ void UcxPeer::Pump() {
 }
 
 ucs_status_ptr_t UcxPeer::SendFrame(UcxMessage& message, UcxFrame& frame) {
-  const std::uint64_t payload =
-      std::min(message.left, static_cast<std::uint64_t>(kWholeMessageBytes));
+  const std::uint64_t payload = std::min(message.left, state_.frame_payload_bytes);
   const FrameHeader header = {.magic = kFrameMagic,
                               .from_tag = self_tag_,
                               .connection = connection_,

@@ -75,6 +75,10 @@ class Pool {
 
 // What the peers of a fabric share. Outlives the UCX worker.
 struct UcxSendState {
+  explicit UcxSendState(std::int64_t frame_payload_bytes)
+      : frame_payload_bytes(static_cast<std::uint64_t>(frame_payload_bytes)) {}
+
+  const std::uint64_t frame_payload_bytes;  // at most
   Pool<UcxMessage> messages;
   Pool<UcxFrame> frames;
   std::uint64_t events = 0;  // counts up whenever something happened

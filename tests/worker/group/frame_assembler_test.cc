@@ -38,13 +38,13 @@ class Recorder : public FrameAssembler::Sink {
 // The frames a sender makes of messages.
 class Sender {
  public:
-  explicit Sender(std::uint64_t connection) : connection_(connection) {}
+  explicit Sender(std::uint64_t connection, std::int64_t max_payload_bytes = kWholeMessageBytes)
+      : connection_(connection), max_payload_bytes_(static_cast<std::size_t>(max_payload_bytes)) {}
 
   std::vector<Bytes> Frames(const Bytes& message, std::uint8_t channel) {
     std::vector<Bytes> frames;
     for (std::size_t at = 0; frames.empty() || at < message.size();) {
-      const std::size_t n =
-          std::min(message.size() - at, static_cast<std::size_t>(kWholeMessageBytes));
+      const std::size_t n = std::min(message.size() - at, max_payload_bytes_);
       const FrameHeader header = {.magic = kFrameMagic,
                                   .from_tag = 9,
                                   .connection = connection_,
@@ -66,6 +66,7 @@ class Sender {
 
  private:
   const std::uint64_t connection_;
+  const std::size_t max_payload_bytes_;
   std::uint32_t sequence_ = 0;
 };
 
@@ -79,12 +80,15 @@ TEST(FrameAssemblerTest, AnyOrderOfArrivalGivesTheOrderOfSending) {
   for (unsigned seed = 0; seed < 30; ++seed) {
     std::mt19937 random(seed);
     Recorder recorder;
-    FrameAssembler assembler(recorder);
-    Sender sender(seed + 1);
+    const std::int64_t frame = seed % 2 == 0 ? kWholeMessageBytes : kLongFramePayloadBytes;
+    FrameAssembler assembler(recorder, /*key=*/0, frame);
+    Sender sender(seed + 1, frame);
+    const auto whole = static_cast<std::size_t>(frame);
     std::vector<Recorder::Message> expected;
     std::vector<Bytes> frames;
     for (int i = 0; i < 20; ++i) {
-      const std::size_t sizes[] = {0, random() % 100, 7999, 8000, 8001, random() % 60000};
+      const std::size_t sizes[] = {0,     random() % 100, whole - 1,
+                                   whole, whole + 1,      random() % 60000};
       Bytes message = RandomBytes(random, sizes[random() % 6]);
       const auto channel = static_cast<std::uint8_t>(random() % kNumChannels);
       for (Bytes& frame : sender.Frames(message, channel)) frames.push_back(std::move(frame));
