@@ -10,15 +10,15 @@ namespace weft {
 namespace {
 
 constexpr std::string_view kFlag = "--kv-transfer-config";
-constexpr std::string_view kKeys = "kv_connector, kv_role, mode, kv_buffer_size";
+constexpr std::string_view kKeys = "kv_connector, kv_role, mode, kv_buffer_size, shared_memory";
 constexpr std::size_t kMostShown = 100;
 constexpr std::int64_t kMinBuffer = std::int64_t{1} << 10;
 constexpr std::int64_t kMaxBuffer = std::int64_t{1} << 30;
 
 absl::Status Wrong(std::string_view key, const nlohmann::ordered_json& seen,
                    std::string_view allowed) {
-  return absl::InvalidArgumentError(
-      fmt::format("{}: {} is {}; allowed is {}", kFlag, key, seen.dump().substr(0, kMostShown), allowed));
+  return absl::InvalidArgumentError(fmt::format("{}: {} is {}; allowed is {}", kFlag, key,
+                                                seen.dump().substr(0, kMostShown), allowed));
 }
 
 absl::Status ReadKey(const std::string& key, const nlohmann::ordered_json& value,
@@ -48,6 +48,11 @@ absl::Status ReadKey(const std::string& key, const nlohmann::ordered_json& value
     }
     return Wrong(key, value,
                  fmt::format("a number of bytes from {} to {}", kMinBuffer, kMaxBuffer));
+  }
+  if (key == "shared_memory") {
+    if (!value.is_boolean()) return Wrong(key, value, "true or false");
+    config.shared_memory = value.get<bool>();
+    return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
       fmt::format("{}: unknown key \"{}\"; known are {}", kFlag, key, kKeys));
@@ -94,7 +99,8 @@ void KvTransferFlags::AddTo(OptionParser& parser) {
   parser.Group("Hand-off of prompts between groups");
   parser.Add("--kv-transfer-config", &kv_transfer_config,
              "JSON: {\"kv_role\": kv_producer (computes prompts), kv_consumer (continues them) or "
-             "kv_both; \"mode\": layerwise or blockwise; \"kv_buffer_size\": bytes}");
+             "kv_both; \"mode\": layerwise or blockwise; \"kv_buffer_size\": bytes; "
+             "\"shared_memory\": false for UCX alone}");
   parser.Add("--kv-transfer-checksum", &kv_transfer_checksum,
              "Check every message of KV; for tests and doubters");
   parser.AddBytes("--kv-transfer-bandwidth-limit", &kv_transfer_bandwidth_limit,

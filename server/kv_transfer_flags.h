@@ -19,6 +19,7 @@ struct KvTransferConfig {
   KvRole role = KvRole::kNone;  // kv_role: kv_producer, kv_consumer or kv_both; required
   bool layerwise = true;        // mode: layerwise or blockwise
   std::int64_t buffer_bytes = std::int64_t{4} << 20;  // kv_buffer_size, of messages on their way
+  bool shared_memory = true;  // shared_memory: read KV out of processes of this host, where one may
 
   bool sends() const { return role == KvRole::kProducer || role == KvRole::kBoth; }
   bool receives() const { return role == KvRole::kConsumer || role == KvRole::kBoth; }

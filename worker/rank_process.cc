@@ -94,6 +94,7 @@ KvMoverOptions KvMoverOptionsOf(const KvTransferConfig& config, const KvTransfer
                             .staging_bytes = config.buffer_bytes,
                             .window_bytes = flags.kv_transfer_window_bytes,
                             .checksum = flags.kv_transfer_checksum,
+                            .shared_memory = config.shared_memory,
                             .bandwidth_limit = flags.kv_transfer_bandwidth_limit};
   options.message_bytes =
       std::min(options.message_bytes, std::max<std::int64_t>(1, config.buffer_bytes / 8));

@@ -75,9 +75,13 @@ def main():
     for name, results in rows.items():
         cells = [f"{1e3 * statistics.median(c):.0f} ({1e3 * min(c):.0f}..{1e3 * max(c):.0f})" for c in zip(*results)]
         print(f"{name}: first token {cells[0]}; between tokens under load: p99 {cells[1]}, median {cells[2]}")
+    one, two = ([statistics.median(c) for c in zip(*results)] for results in rows.values())
+    print(f"two groups against one: first token {two[0] / one[0]:.2f} times as late; p99 between tokens {one[1] / two[1]:.1f} "
+          "times better")
     if transfers:
         mb, ms, gbs, overlap = (statistics.median(float(t[i]) for t in transfers) for i in range(4))
-        print(f"transfers: {mb:.1f} MB in {ms:.0f} ms, {overlap:.0f} % while the prompt was computed")
+        print(f"transfers: {mb:.1f} MB in {ms:.0f} ms, {gbs:.3f} GB/s while they move, {overlap:.0f} % while the prompt was "
+              "computed")
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ TEST(KvTransferConfigTest, ReadsVllmsNames) {
   EXPECT_TRUE(producer->sends() && !producer->receives() && producer->layerwise);
   const auto both = ParseKvTransferConfig(
       R"({"kv_connector": "UcxConnector", "kv_role": "kv_both", "mode": "blockwise",)"
-      R"( "kv_buffer_size": 1024})");
+      R"( "kv_buffer_size": 1024, "shared_memory": false})");
   ASSERT_TRUE(both.ok()) << both.status();
   EXPECT_TRUE(both->sends() && both->receives() && !both->layerwise);
   EXPECT_EQ(both->buffer_bytes, 1024);
+  EXPECT_TRUE(producer->shared_memory && !both->shared_memory);
 }
 
 TEST(KvTransferConfigTest, RefusesTheRestByName) {
@@ -37,6 +38,8 @@ TEST(KvTransferConfigTest, RefusesTheRestByName) {
               HasSubstr("unknown key \"kv_rank\""));
   EXPECT_THAT(ErrorOf(R"({"kv_role": "kv_both", "mode": "pagewise"})"),
               HasSubstr("mode is \"pagewise\"; allowed is \"layerwise\" or \"blockwise\""));
+  EXPECT_THAT(ErrorOf(R"({"kv_role": "kv_both", "shared_memory": 1})"),
+              HasSubstr("shared_memory is 1; allowed is true or false"));
   EXPECT_THAT(ErrorOf(R"({"kv_connector": "NixlConnector", "kv_role": "kv_both"})"),
               HasSubstr("\"UcxConnector\""));
 }

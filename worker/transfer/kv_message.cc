@@ -60,9 +60,9 @@ absl::StatusOr<KvMessage> DecodeKvMessage(absl::Span<const std::byte> bytes) {
                     header.magic, header.version, kMagic, kVersion));
   }
   if (header.type < static_cast<std::uint8_t>(KvMessageType::kHello) ||
-      header.type > static_cast<std::uint8_t>(KvMessageType::kRejected)) {
+      header.type > static_cast<std::uint8_t>(KvMessageType::kOffer)) {
     return absl::InvalidArgumentError(
-        fmt::format("KV message: type is {}; allowed is 1 to 5", header.type));
+        fmt::format("KV message: type is {}; allowed is 1 to 6", header.type));
   }
   if (header.payload_bytes != payload.size()) {
     return absl::InvalidArgumentError(fmt::format("KV message: {} bytes of payload; it says {}",

@@ -18,6 +18,13 @@ enum class KvMessageType : std::uint8_t {
   kRows = 3,      // KV
   kTaken = 4,     // the receiver is done with one kRows; they are taken in order
   kRejected = 5,  // likewise, but it knows nothing of the transfer
+  kOffer = 6,     // as kRows, to who can read it in the sender's memory: payload is a KvOffer
+};
+
+// Where a whole kRows message is, until it is taken.
+struct KvOffer {
+  std::uint64_t address;
+  std::uint64_t bytes;
 };
 
 // All fields that a type does not name are 0.
@@ -25,9 +32,11 @@ struct KvMessage {
   KvMessageType type{};
   std::uint64_t connection = 0;  // drawn by the sender of KV; in all messages, both ways
   std::int32_t rank = 0;         // kHello: of the sender
-  std::uint64_t transfer = 0;    // kRows, kTaken, kRejected
-  KvRowRange range;              // kRows
-  std::uint64_t checksum = 0;    // kRows: of the payload; 0 if it was not asked for
+  // kRows, kOffer, kTaken, kRejected. kHello: where `connection` is in the sender's memory; 0: not
+  // to be read. kWelcome: 1 if it was found there.
+  std::uint64_t transfer = 0;
+  KvRowRange range;            // kRows, kOffer
+  std::uint64_t checksum = 0;  // kRows: of the payload; 0 if it was not asked for
   absl::Span<const std::byte> payload;
 };
 

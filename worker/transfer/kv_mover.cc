@@ -13,7 +13,7 @@ KvMover::KvMover(std::unique_ptr<Fabric> fabric, const KvRank& rank, const KvMov
       rank_(rank),
       on_report_(std::move(on_report)),
       sender_(*fabric_, rank_, options),
-      receiver_(*fabric_, rank_, options.checksum) {
+      receiver_(*fabric_, rank_, options) {
   fabric_->Receive(Channel::kKv, [this](std::uint32_t, absl::Span<const std::byte> payload) {
     HandleMessage(payload);
   });
@@ -91,6 +91,9 @@ void KvMover::HandleMessage(absl::Span<const std::byte> payload) {
   switch (message->type) {
     case KvMessageType::kHello:
       receiver_.OnHello(*message);
+      break;
+    case KvMessageType::kOffer:
+      receiver_.OnOffer(*message, absl::Now(), reports_);
       break;
     case KvMessageType::kRows:
       receiver_.OnRows(*message, absl::Now(), reports_);

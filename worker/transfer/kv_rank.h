@@ -34,6 +34,7 @@ struct KvMoverOptions {
   std::int64_t staging_bytes = 4 << 20;    // of messages that are being sent
   std::int64_t window_bytes = 2 << 20;     // sent to one peer and not yet taken
   bool checksum = false;                   // of every message
+  bool shared_memory = true;               // see kv_peer_memory.h
   std::int64_t bandwidth_limit = 0;        // bytes a second that this rank sends; 0: none
   absl::Duration min_backoff = absl::Milliseconds(100);  // before a lost peer is tried again
   absl::Duration max_backoff = absl::Seconds(2);
@@ -43,6 +44,7 @@ struct KvCounters {
   std::int64_t sent_bytes = 0;
   std::int64_t overlapped_bytes = 0;  // of these, sent while the request's prompt was computed
   std::int64_t received_bytes = 0;
+  std::int64_t read_bytes = 0;        // of these, out of the sender's memory
   std::int64_t dropped_messages = 0;  // of transfers that were not known any more
   std::int64_t failed_peer = 0;       // transfers: the peer was lost or refused
   std::int64_t failed_rejected = 0;   // the other side had given up

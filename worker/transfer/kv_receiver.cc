@@ -1,5 +1,6 @@
 #include "worker/transfer/kv_receiver.h"
 
+#include <cstring>
 #include <utility>
 
 #include "fmt/format.h"
@@ -11,6 +12,8 @@ namespace weft {
 namespace {
 
 constexpr absl::Duration kReportInterval = absl::Seconds(1);
+// What a peer can make us read at once.
+constexpr std::uint64_t kMaxOfferBytes = std::uint64_t{64} << 20;
 
 }  // namespace
 
@@ -78,7 +81,19 @@ void KvReceiver::OnHello(const KvMessage& message) {
   }
   peer.id = *id;
   if (!refusal.empty()) spdlog::warn("kv: refused a prefill rank: {}", refusal);
-  Answer(peer, KvMessageType::kWelcome, message, refusal);
+  if (shared_memory_ && message.transfer != 0) {
+    peer.memory = KvPeerMemory::Open(address);
+    std::uint64_t found = 0;
+    if (peer.memory.has_value() &&
+        (!peer.memory->Read(message.transfer,
+                            absl::MakeSpan(reinterpret_cast<std::byte*>(&found), sizeof(found))) ||
+         found != message.connection)) {
+      peer.memory.reset();
+    }
+  }
+  Answer(peer, KvMessageType::kWelcome,
+         {.connection = message.connection, .transfer = peer.memory.has_value() ? 1u : 0u},
+         refusal);
   peers_.emplace(message.connection, std::move(peer));
 }
 
@@ -116,6 +131,62 @@ absl::Status KvReceiver::CheckRows(const KvMessage& message, const Transfer& tra
   return absl::OkStatus();
 }
 
+absl::StatusOr<KvMessage> KvReceiver::ReadOffer(const KvMessage& offer,
+                                                const KvPeerMemory& memory) {
+  KvOffer where{};
+  if (offer.payload.size() != sizeof(where)) {
+    return absl::InvalidArgumentError(
+        fmt::format("an offer of {} bytes; it has {}", offer.payload.size(), sizeof(where)));
+  }
+  std::memcpy(&where, offer.payload.data(), sizeof(where));
+  if (where.bytes < kKvHeaderBytes || where.bytes > kMaxOfferBytes) {
+    return absl::InvalidArgumentError(fmt::format("{} bytes are offered; allowed is {} to {}",
+                                                  where.bytes, kKvHeaderBytes, kMaxOfferBytes));
+  }
+  if (scratch_.size() < where.bytes) scratch_.resize(where.bytes);
+  const absl::Span<std::byte> bytes = absl::MakeSpan(scratch_).first(where.bytes);
+  // The sender wipes the header before it writes anything else there: if it is the same after the
+  // rows have been read, they are the ones that were offered.
+  std::byte after[kKvHeaderBytes];
+  if (!memory.Read(where.address, bytes) || !memory.Read(where.address, absl::MakeSpan(after)) ||
+      std::memcmp(bytes.data(), after, kKvHeaderBytes) != 0) {
+    return absl::UnavailableError("what the prefill rank has offered is not there any more");
+  }
+  absl::StatusOr<KvMessage> rows = DecodeKvMessage(bytes);
+  if (rows.ok() && (rows->type != KvMessageType::kRows || rows->connection != offer.connection ||
+                    rows->transfer != offer.transfer || rows->range != offer.range)) {
+    return absl::UnavailableError("what the prefill rank has offered has made room for other rows");
+  }
+  return rows;
+}
+
+void KvReceiver::OnOffer(const KvMessage& message, absl::Time now, std::vector<KvReport>& reports) {
+  const auto peer = peers_.find(message.connection);
+  const auto transfer = transfers_.find(message.transfer);
+  if (peer == peers_.end() || !peer->second.memory.has_value() || transfer == transfers_.end() ||
+      transfer->second.failed) {
+    return OnRows(message, now, reports);  // which drops or refuses it
+  }
+  const absl::StatusOr<KvMessage> rows = ReadOffer(message, *peer->second.memory);
+  if (!rows.ok()) {
+    Fail(message, rows.status(), reports);
+    Answer(peer->second, KvMessageType::kRejected, message, "");
+    return;
+  }
+  const std::int64_t before = received_bytes_;
+  OnRows(*rows, now, reports);
+  read_bytes_ += received_bytes_ - before;
+}
+
+void KvReceiver::Fail(const KvMessage& message, const absl::Status& why,
+                      std::vector<KvReport>& reports) {
+  transfers_.at(message.transfer).failed = true;
+  ++failed_;
+  reports.push_back({.transfer = message.transfer,
+                     .kind = KvReport::Kind::kFailed,
+                     .error = std::string(why.message())});
+}
+
 void KvReceiver::OnRows(const KvMessage& message, absl::Time now, std::vector<KvReport>& reports) {
   const auto peer = peers_.find(message.connection);
   if (peer == peers_.end() || !peer->second.layout.has_value()) {
@@ -131,11 +202,7 @@ void KvReceiver::OnRows(const KvMessage& message, absl::Time now, std::vector<Kv
   Transfer& transfer = found->second;
   const absl::Status checked = CheckRows(message, transfer, *peer->second.layout);
   if (!checked.ok()) {
-    transfer.failed = true;
-    ++failed_;
-    reports.push_back({.transfer = message.transfer,
-                       .kind = KvReport::Kind::kFailed,
-                       .error = std::string(checked.message())});
+    Fail(message, checked, reports);
     Answer(peer->second, KvMessageType::kRejected, message, "");
     return;
   }
@@ -161,6 +228,7 @@ void KvReceiver::DropDeadPeers() {
 
 void KvReceiver::AddTo(KvCounters& counters) const {
   counters.received_bytes += received_bytes_;
+  counters.read_bytes += read_bytes_;
   counters.dropped_messages += dropped_messages_;
   counters.failed_rows += failed_;
   counters.receiving += static_cast<std::int32_t>(transfers_.size());

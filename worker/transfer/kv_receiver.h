@@ -14,6 +14,7 @@
 #include "worker/group/fabric.h"
 #include "worker/model/step_rows.h"
 #include "worker/transfer/kv_message.h"
+#include "worker/transfer/kv_peer_memory.h"
 #include "worker/transfer/kv_rank.h"
 
 namespace weft {
@@ -24,14 +25,18 @@ namespace weft {
 // One thread at a time; what takes messages runs on the fabric's.
 class KvReceiver {
  public:
-  KvReceiver(Fabric& fabric, const KvRank& rank, bool checksum)
-      : fabric_(fabric), rank_(rank), checksum_(checksum) {}
+  KvReceiver(Fabric& fabric, const KvRank& rank, const KvMoverOptions& options)
+      : fabric_(fabric),
+        rank_(rank),
+        checksum_(options.checksum),
+        shared_memory_(options.shared_memory) {}
 
   void Open(const KvOp& op, const SlotTable& slots, std::vector<KvReport>& reports);
   void Close(std::uint64_t transfer) { transfers_.erase(transfer); }
 
-  // kHello and kRows; `now` is for reports of progress.
+  // kHello, kOffer and kRows; `now` is for reports of progress.
   void OnHello(const KvMessage& message);
+  void OnOffer(const KvMessage& message, absl::Time now, std::vector<KvReport>& reports);
   void OnRows(const KvMessage& message, absl::Time now, std::vector<KvReport>& reports);
 
   // Forgets connections that are gone.
@@ -50,21 +55,28 @@ class KvReceiver {
   };
   struct Peer {
     PeerId id{};
-    std::optional<ShardLayout> layout;  // none: refused
+    std::optional<ShardLayout> layout;   // none: refused
+    std::optional<KvPeerMemory> memory;  // none: not to be read
   };
 
   // Why the KV of a peer is refused; empty: it is not.
   std::string CheckHello(const KvMessage& message, Peer& peer, std::string& address) const;
   absl::Status CheckRows(const KvMessage& message, const Transfer& transfer,
                          const ShardLayout& from) const;
+  // The whole message that is offered, in scratch_.
+  absl::StatusOr<KvMessage> ReadOffer(const KvMessage& offer, const KvPeerMemory& memory);
+  void Fail(const KvMessage& message, const absl::Status& why, std::vector<KvReport>& reports);
   void Answer(const Peer& peer, KvMessageType type, const KvMessage& to, std::string_view text);
 
   Fabric& fabric_;
   const KvRank& rank_;
   const bool checksum_;
+  const bool shared_memory_;
   absl::flat_hash_map<std::uint64_t, Transfer> transfers_;
   absl::flat_hash_map<std::uint64_t, Peer> peers_;  // by connection
+  std::vector<std::byte> scratch_;
   std::int64_t received_bytes_ = 0;
+  std::int64_t read_bytes_ = 0;
   std::int64_t dropped_messages_ = 0;
   std::int64_t failed_ = 0;
 };

@@ -29,6 +29,7 @@ struct KvRowRange {
   IndexRange heads;  // of the model
   std::int64_t first_position = 0;
   std::int64_t end_position = 0;
+  friend bool operator==(const KvRowRange&, const KvRowRange&) = default;
 };
 
 // Rows travel in the order of their positions; where 16 of them are a tile of K on both sides they

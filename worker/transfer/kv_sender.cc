@@ -1,6 +1,8 @@
 #include "worker/transfer/kv_sender.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <random>
 #include <utility>
 
@@ -22,6 +24,10 @@ constexpr absl::Duration kWelcomeTimeout = absl::Seconds(10);
 std::uint64_t DrawConnection() {
   std::random_device random;
   return (std::uint64_t{random()} << 32) | random();
+}
+
+std::uint64_t AddressOf(const void* memory) {
+  return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(memory));
 }
 
 // 16 rows of all heads fit: a message gets on.
@@ -49,15 +55,17 @@ struct KvSender::Peer {
   enum class State : std::uint8_t { kWaiting, kGreeted, kWelcome, kLost };
   State state = State::kWaiting;
   PeerId id{};
-  std::uint64_t connection = 0;
-  absl::Time since;     // it was greeted
-  absl::Time retry_at;  // while waiting or lost
+  std::uint64_t connection = 0;  // in memory for who may read it
+  bool reads = false;            // our memory: it gets offers
+  absl::Time since;              // it was greeted
+  absl::Time retry_at;           // while waiting or lost
   absl::Duration backoff;
   absl::Status status;  // why it was lost
   std::int64_t in_flight = 0;
   struct Message {
     std::uint64_t transfer;
     std::int64_t bytes;
+    int buffer;  // that the peer reads; -1: none
   };
   std::deque<Message> untaken;  // in the order they were sent
 };
@@ -129,7 +137,18 @@ void KvSender::AddRows(const KvOp& op, const SlotTable& slots) {
   transfer.taken_end = end;
 }
 
-void KvSender::Close(std::uint64_t transfer) { transfers_.erase(transfer); }
+void KvSender::Close(std::uint64_t transfer) {
+  transfers_.erase(transfer);
+  // What a peer that sleeps has not read yet it need not read any more.
+  for (const auto& [address, peer] : peers_) {
+    for (Peer::Message& message : peer->untaken) {
+      if (message.transfer == transfer && message.buffer >= 0) {
+        released_.push_back(message.buffer);
+        Wipe(std::exchange(message.buffer, -1));
+      }
+    }
+  }
+}
 
 bool KvSender::OnLayerStored(std::int32_t layer) {
   bool any = false;
@@ -187,7 +206,10 @@ KvSender::Peer& KvSender::Connect(const std::string& address, absl::Time now) {
   hello.set_cp_kv_cache_interleave_size(rank_.own().interleave());
   hello.add_fabric_addresses(fabric_.LocalAddress());
   SendKvText(fabric_, peer->id,
-             {.type = KvMessageType::kHello, .connection = peer->connection, .rank = rank_.rank},
+             {.type = KvMessageType::kHello,
+              .connection = peer->connection,
+              .rank = rank_.rank,
+              .transfer = options_.shared_memory ? AddressOf(&peer->connection) : 0},
              hello.SerializeAsString());
   return *peer;
 }
@@ -198,6 +220,7 @@ void KvSender::Lose(Peer& peer, const absl::Status& why) {
   peer.in_flight = 0;
   peer.backoff = std::min(peer.backoff * 2, options_.max_backoff);
   for (const Peer::Message& message : peer.untaken) {
+    if (message.buffer >= 0) Release(message.buffer);
     const auto found = transfers_.find(message.transfer);
     if (found != transfers_.end()) found->second->status.Update(why);
   }
@@ -227,6 +250,7 @@ void KvSender::OnAnswer(const KvMessage& message, absl::Time now) {
   if (message.type == KvMessageType::kWelcome && peer.state == Peer::State::kGreeted) {
     if (message.payload.empty()) {
       peer.state = Peer::State::kWelcome;
+      peer.reads = options_.shared_memory && message.transfer == 1;
       peer.backoff = options_.min_backoff;
       return;
     }
@@ -239,6 +263,7 @@ void KvSender::OnAnswer(const KvMessage& message, absl::Time now) {
   const Peer::Message oldest = peer.untaken.front();
   peer.untaken.pop_front();
   peer.in_flight -= oldest.bytes;
+  if (oldest.buffer >= 0) Release(oldest.buffer);
   const auto transfer = transfers_.find(oldest.transfer);
   if (transfer == transfers_.end()) return;
   transfer->second->in_flight -= oldest.bytes;
@@ -317,7 +342,7 @@ void KvSender::SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range,
   message.payload = absl::MakeConstSpan(start + kKvHeaderBytes, static_cast<std::size_t>(bytes));
   if (options_.checksum) message.checksum = KvChecksum(message.payload);
   EncodeKvHeader(message, start);
-  peer.untaken.push_back({transfer.id, bytes});
+  peer.untaken.push_back({transfer.id, bytes, peer.reads ? buffer : -1});
   peer.in_flight += bytes;
   if (transfer.in_flight == 0) transfer.busy_since = now;
   transfer.in_flight += bytes;
@@ -326,11 +351,30 @@ void KvSender::SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range,
     overlapped_bytes_ += bytes;
     transfer.overlapped_bytes += bytes;
   }
+  if (peer.reads) {
+    const KvOffer offer = {.address = AddressOf(start),
+                           .bytes = kKvHeaderBytes + static_cast<std::uint64_t>(bytes)};
+    message.type = KvMessageType::kOffer;
+    SendKvText(fabric_, peer.id, message, {reinterpret_cast<const char*>(&offer), sizeof(offer)});
+    return;
+  }
   const absl::Span<const std::byte> span(start, kKvHeaderBytes + static_cast<std::size_t>(bytes));
   const absl::Status sent =
       fabric_.Send(peer.id, Channel::kKv, {span},
                    [this, buffer](const absl::Status&) { free_buffers_.push_back(buffer); });
   CHECK_MSG(sent.ok(), std::string(sent.message()));
+}
+
+// Whoever still reads in it sees by the header that it is not what was offered.
+void KvSender::Wipe(int buffer) {
+  const std::int64_t size = buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes);
+  std::memset(staging_.data() + buffer * size, 0, kKvHeaderBytes);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // before rows are packed there
+}
+
+void KvSender::Release(int buffer) {
+  Wipe(buffer);
+  free_buffers_.push_back(buffer);
 }
 
 bool KvSender::AllSent(const Transfer& transfer) const {
@@ -363,6 +407,8 @@ bool KvSender::Report(Transfer& transfer, absl::Time now, std::vector<KvReport>&
 
 bool KvSender::Pump(absl::Time now, std::vector<KvReport>& reports) {
   CheckPeers(now);
+  free_buffers_.insert(free_buffers_.end(), released_.begin(), released_.end());
+  released_.clear();
   bool any = false;
   for (bool more = true; more;) {
     more = false;

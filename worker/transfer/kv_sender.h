@@ -91,6 +91,9 @@ class KvSender {
   bool Advance(const Transfer& transfer, Route& route) const;
   void SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range, int buffer,
                 std::int64_t bytes, absl::Time now);
+  // Of offers.
+  void Wipe(int buffer);
+  void Release(int buffer);
   bool Report(Transfer& transfer, absl::Time now, std::vector<KvReport>& reports);
   bool AllSent(const Transfer& transfer) const;
 
@@ -99,7 +102,8 @@ class KvSender {
   const KvMoverOptions options_;
   const std::int64_t buffer_bytes_;  // of the payload of a message
   kernels::Buffer staging_;
-  std::vector<int> free_buffers_;
+  std::vector<int> free_buffers_;  // of the fabric's thread
+  std::vector<int> released_;      // free from the next Pump() on
   absl::flat_hash_map<std::uint64_t, std::unique_ptr<Transfer>> transfers_;
   absl::flat_hash_map<std::string, std::unique_ptr<Peer>> peers_;  // by address
   std::int64_t sent_bytes_ = 0;

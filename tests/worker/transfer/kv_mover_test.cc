@@ -1,6 +1,7 @@
 #include "worker/transfer/kv_mover.h"
 
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <random>
@@ -18,9 +19,12 @@ constexpr std::uint64_t kTransfer = 0x1234;
 // A group whose ranks have movers and are told of steps by the test.
 class MovingGroup {
  public:
-  MovingGroup(const LayoutOptions& options, const HeadCounts& heads, const KvCacheShape& shape,
-              std::int64_t max_len, const KvMoverOptions& mover, std::mt19937& random,
-              const std::string& format = "kv")
+  using MakeFabric = std::function<std::unique_ptr<Fabric>()>;
+  MovingGroup(
+      const LayoutOptions& options, const HeadCounts& heads, const KvCacheShape& shape,
+      std::int64_t max_len, const KvMoverOptions& mover, std::mt19937& random,
+      const std::string& format = "kv",
+      const MakeFabric& make_fabric = [] { return MakeLocalFabric("kv"); })
       : kv(options, heads, shape, max_len, random) {
     endpoint.set_format(format);
     endpoint.set_tensor_parallel_size(options.tensor_parallel_size);
@@ -28,7 +32,7 @@ class MovingGroup {
     endpoint.set_block_size(kv.layouts[0].block_size());
     endpoint.set_cp_kv_cache_interleave_size(kv.layouts[0].interleave());
     for (std::int32_t r = 0; r < options.tensor_parallel_size; ++r) {
-      std::unique_ptr<Fabric> fabric = MakeLocalFabric("kv");
+      std::unique_ptr<Fabric> fabric = make_fabric();
       endpoint.add_fabric_addresses(fabric->LocalAddress());
       slots.emplace_back(1, static_cast<std::int32_t>(kv.table.size()));
       movers.push_back(std::make_unique<KvMover>(std::move(fabric), kv.Rank(r, format), mover,
@@ -88,6 +92,7 @@ class MovingGroup {
       const KvCounters one = mover->counters();
       sum.sent_bytes += one.sent_bytes;
       sum.received_bytes += one.received_bytes;
+      sum.read_bytes += one.read_bytes;
       sum.dropped_messages += one.dropped_messages;
     }
     return sum;
@@ -192,6 +197,42 @@ TEST(KvMoverTest, MovesAPromptBetweenAnyTwoLayouts) {
     EXPECT_EQ(to.kv.CountWrong(0, first, /*empty=*/true), 0);
     EXPECT_EQ(from.Counters().sent_bytes, to.Counters().received_bytes);
     EXPECT_EQ(to.Counters().dropped_messages, 0);
+  }
+}
+
+// Processes of one host, over UCX: rows are read where the sender has them, unless one side will
+// not.
+TEST(KvMoverTest, ReadsWhatIsInTheMemoryOfThisHost) {
+  const auto ucx = [] {
+    auto fabric = MakeUcxFabric(UcxReach::kBetweenGroups);
+    EXPECT_TRUE(fabric.ok()) << fabric.status();
+    return *std::move(fabric);
+  };
+  for (int i = 0; i < 4; ++i) {
+    SCOPED_TRACE(i);
+    std::mt19937 random(i);
+    const bool sender_may = i % 2 == 0, receiver_may = i < 2;
+    const HeadCounts heads = {.num_q_heads = 4, .num_kv_heads = 2};
+    KvMoverOptions options = {.message_bytes = 700, .staging_bytes = 3000, .checksum = true};
+    options.shared_memory = sender_may;
+    MovingGroup from({.tensor_parallel_size = 2, .block_size = 16, .interleave = 1}, heads, kShape,
+                     100, options, random, "kv", ucx);
+    options.shared_memory = receiver_may;
+    MovingGroup to({.tensor_parallel_size = 4,
+                    .decode_context_parallel_size = 2,
+                    .block_size = 32,
+                    .interleave = 4},
+                   heads, kShape, 100, options, random, "kv", ucx);
+    to.BeginStep({Receive(0, 100)});
+    ASSERT_TRUE(to.WaitForAll(KvReport::Kind::kOpened));
+    from.ComputeStep({Send(to, 0), Rows(0, 100, true)}, 0, 100);
+    ASSERT_TRUE(from.WaitForAll(KvReport::Kind::kDone)) << from.WaitForFailure();
+    ASSERT_TRUE(to.WaitForAll(KvReport::Kind::kDone));
+    from.BeginStep({CloseOp()});
+    to.BeginStep({CloseOp()});
+    EXPECT_EQ(to.kv.CountWrong(0, 100), 0);
+    EXPECT_EQ(to.Counters().read_bytes,
+              sender_may && receiver_may ? to.Counters().received_bytes : 0);
   }
 }
 
