@@ -15,7 +15,7 @@ import urllib.request
 import grpc
 
 from api import Api
-from chaos import Process, quiet
+from chaos import Process
 from cluster import children, command_line, free_port, golden, golden_dir, leaked_shared_memory, wait_until
 
 MODEL = "llama_gqa"
@@ -26,6 +26,8 @@ LEASE_SECONDS = 2
 BLOCK = 16
 # 512 bytes a token, half of them from each prefill rank: the long prompt takes longer than a lease.
 BYTES_PER_SECOND = 12000
+# Odd seeds send everything over UCX; with the others ranks read KV in each other's memory.
+SHARED_MEMORY = SEED % 2 == 0
 COMMON = ["-tp", 2, "-dcp", 2, "--dtype=float32", "--kv-cache-dtype=float32", f"--block-size={BLOCK}",
           "--max-model-len=192", "--num-gpu-blocks-override=40", "--threads-per-rank=1", "--no-enable-prefix-caching",
           "--stall-timeout=20s", f"--kv-transfer-lease={LEASE_SECONDS}s"]
@@ -35,9 +37,17 @@ def config(role, **more):
     return "--kv-transfer-config=" + json.dumps({"kv_role": role, **more})
 
 
-PREFILL = [config("kv_producer", kv_buffer_size=8192), f"--kv-transfer-bandwidth-limit={BYTES_PER_SECOND}",
+PREFILL = [config("kv_producer", kv_buffer_size=8192, shared_memory=SHARED_MEMORY), f"--kv-transfer-bandwidth-limit={BYTES_PER_SECOND}",
            "--cp-kv-cache-interleave-size=1", "--max-num-batched-tokens=32"]
 DECODE = [config("kv_consumer"), "--cp-kv-cache-interleave-size=4"]
+
+
+def quiet(condition):
+    """Its value; False while somebody does not answer, as one does that is being started."""
+    try:
+        return condition()
+    except (grpc.RpcError, OSError):
+        return False
 
 
 def some(cases, count):
@@ -189,11 +199,13 @@ class Rig:
                 found[int(match.group(1))] = pid
         return found
 
-    def metric(self, name, **labels):
-        """The sum over all processes of the series with these labels."""
+    def metric(self, name, ranks=True, **labels):
+        """The sum over the routers, and the ranks, of the series with these labels."""
         infos, total = [api.call("GetServerInfo") for api in self.apis], 0
-        addresses = [r.metrics_address for g in infos[-1].groups for r in g.ranks]
-        for address in addresses + [info.metrics_address for info in infos]:
+        addresses = [info.metrics_address for info in infos]
+        if ranks:
+            addresses += [r.metrics_address for g in infos[-1].groups for r in g.ranks]
+        for address in addresses:
             with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
                 for line in answer.read().decode().splitlines():
                     if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
@@ -201,7 +213,7 @@ class Rig:
         return total
 
     def handoffs(self, outcome):
-        return self.metric("weft_router_handoffs_total", outcome=outcome)
+        return self.metric("weft_router_handoffs_total", ranks=False, outcome=outcome)
 
     def wait_ready(self, timeout=60):
         wait_until(lambda: quiet(lambda: all(g.ready for g in self.info().groups)), timeout, "both groups are ready")
@@ -215,7 +227,6 @@ class Rig:
             return all(g.ready and g.num_free_blocks == g.num_blocks and not g.num_requests_running and
                        not g.num_requests_waiting for g in self.info().groups)
         wait_until(lambda: quiet(whole), timeout, "every block of both groups is free")
-        # Of a router that was started again, too: it answers.
         wait_until(lambda: quiet(lambda: self.metric("weft_kv_transfer_inflight") == 0), 10, "no transfer is open")
 
 

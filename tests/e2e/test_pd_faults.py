@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from cluster import alive, children, wait_until
-from pd_rig import LEASE_SECONDS, LONG, SHORT, Harm, Rig, draw, kv_failure, nothing_leaked, reserved, some
+from pd_rig import LEASE_SECONDS, LONG, SHORT, Harm, Rig, draw, kv_failure, nothing_leaked, quiet, reserved, some
 
 CODE = grpc.StatusCode
 GREEDY = LONG["greedy"]
@@ -309,9 +309,12 @@ def test_an_endpoint_of_an_earlier_life_is_refused(rig, legs):
     kept, old = reserved(legs.receiver), legs.endpoint
     Harm(rig, "kv_consumer", draw("earlier life").randrange(2)).kill()
     assert legs.receiver.end() == CODE.UNAVAILABLE
-    rig.wait_ready()
-    new = rig.leader("kv_consumer").endpoint()
-    assert new["fabric_addresses"] != old["fabric_addresses"]
+    addresses = lambda endpoint: endpoint.get("fabric_addresses")  # none while it loads
+
+    def of_new_life():
+        endpoint = rig.leader("kv_consumer").endpoint()
+        return endpoint if addresses(endpoint) not in (None, addresses(old)) else None
+    new = wait_until(lambda: quiet(of_new_life), 30, "it is back, at other addresses")
     sender = legs.prefill.generate("old", LONG, kv_send={"transfer_id": kept.transfer_id, "endpoint": old})
     assert sender.end() == CODE.UNAVAILABLE
     # Its addresses are right, its transfer is the old one's.
