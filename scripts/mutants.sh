@@ -47,6 +47,7 @@ failing_tests() {
 rm -rf "$root/head"
 mkdir -p "$root/head" "$root/tree" "$root/logs"
 git archive HEAD | tar -x -C "$root/head"
+[ ! -d ../shared ] || ln -sfn "$(cd ../shared && pwd)" "$root/shared" # goldens, beside the copy as beside us
 echo "scripts/mutants.sh: building without a mutant"
 restore
 (cd "$root/tree" && cmake --preset release -B "$root/build" -DWEFT_BENCHMARKS=OFF \
