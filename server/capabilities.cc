@@ -72,6 +72,8 @@ std::string_view FeatureName(Feature feature) {
       return "preemption";
     case Feature::kAsyncScheduling:
       return "--async-scheduling";
+    case Feature::kKvTransfer:
+      return "--kv-transfer-config";
     case Feature::kPrefillContextParallel:
       return "--prefill-context-parallel-size";
     case Feature::kSpeculativeDecoding:

@@ -25,6 +25,7 @@ enum class Feature : std::uint8_t {
   kPrefixCaching,
   kPreemption,
   kAsyncScheduling,
+  kKvTransfer,
   kPrefillContextParallel,
   kSpeculativeDecoding,
 };
@@ -40,6 +41,7 @@ inline constexpr std::array kFeatures = {Feature::kDecodeContextParallel,
                                          Feature::kPrefixCaching,
                                          Feature::kPreemption,
                                          Feature::kAsyncScheduling,
+                                         Feature::kKvTransfer,
                                          Feature::kPrefillContextParallel,
                                          Feature::kSpeculativeDecoding};
 

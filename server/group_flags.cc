@@ -157,6 +157,7 @@ std::vector<Feature> GroupFlags::Features() const {
   add(enable_expert_parallel, Feature::kExpertParallel);
   add(enable_prefix_caching, Feature::kPrefixCaching);
   add(async_scheduling, Feature::kAsyncScheduling);
+  add(!kv_transfer.kv_transfer_config.empty(), Feature::kKvTransfer);
   add(prefill_context_parallel_size != 1, Feature::kPrefillContextParallel);
   add(!speculative_config.empty(), Feature::kSpeculativeDecoding);
   return features;

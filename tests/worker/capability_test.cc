@@ -14,6 +14,7 @@
 #include "server/capabilities.h"
 #include "tests/golden.h"
 #include "tests/worker/local_group.h"
+#include "tests/worker/pd_pair.h"
 
 namespace weft {
 namespace {
@@ -56,7 +57,28 @@ LocalGroupOptions OptionsOf(Device device, Feature feature, const std::filesyste
   options.async_scheduling = feature == Feature::kAsyncScheduling;
   options.enable_prefix_caching = feature == Feature::kPrefixCaching;
   if (feature == Feature::kPreemption) options.force_preemption_every = 5;
+  if (feature == Feature::kKvTransfer) options.kv = KvMoverOptions{};
   return options;
+}
+
+// By a group of one rank and another that goes on.
+void ExpectTheReferencesTokensAfterAHandOff(const LocalGroupOptions& decode_options) {
+  const Golden golden = LoadGolden(decode_options.model.model_dir);
+  LocalGroupOptions prefill_options = decode_options;
+  prefill_options.model.layout = {.tensor_parallel_size = 1, .block_size = 16};
+  auto prefill = LocalGroup::Start(prefill_options);
+  auto decode = LocalGroup::Start(decode_options);
+  ASSERT_TRUE(prefill.ok() && decode.ok()) << prefill.status() << decode.status();
+  PdPair pair(**prefill, **decode);
+  const GoldenPrompt& prompt = golden.Prompt("len130");
+  EngineRequest request;
+  request.prompt_token_ids = prompt.ids;
+  request.max_tokens = static_cast<std::int32_t>(prompt.greedy.size());
+  request.ignore_eos = true;
+  request.sampling.temperature = 0;
+  EXPECT_EQ(pair.Generate({std::move(request)}).front().token_ids, prompt.greedy);
+  EXPECT_EQ(pair.num_recomputed(), 0);
+  EXPECT_GT((*decode)->kv_counters().received_bytes, 0);
 }
 
 void ExpectTheReferencesTokens(const LocalGroupOptions& options) {
@@ -105,7 +127,8 @@ void CheckCell(Device device, AttentionKind kind, Feature feature) {
   }
   const LocalGroupOptions options = OptionsOf(device, feature, *dir);
   if (capability.support != Support::kRefused) {
-    ExpectTheReferencesTokens(options);
+    options.kv.has_value() ? ExpectTheReferencesTokensAfterAHandOff(options)
+                           : ExpectTheReferencesTokens(options);
     return;
   }
   const absl::Status status = RankModel::Check(options.model);
