@@ -222,11 +222,11 @@ TEST_F(CliTest, OneFailedRequestLeavesTheOthersAndShowsInTheExitCode) {
   const std::vector<std::string> lines = Lines(program->Out());
   ASSERT_EQ(lines.size(), 4U);
   EXPECT_EQ(Json::parse(lines[0])["token_ids"], Json({11}));
-  EXPECT_EQ(
-      Json::parse(lines[1]),
-      Json({{"index", 1},
-            {"error",
-             {{"code", "RESOURCE_EXHAUSTED"}, {"reason", "OVERLOADED"}, {"message", "full"}}}}));
+  EXPECT_EQ(Json::parse(lines[1]), Json({{"index", 1},
+                                         {"error",
+                                          {{"code", "RESOURCE_EXHAUSTED"},
+                                           {"reason", "OUT_OF_LIMITS"},
+                                           {"message", "too much"}}}}));
   EXPECT_EQ(Json::parse(lines[2])["error"]["code"], "INVALID_ARGUMENT");
   EXPECT_EQ(Json::parse(lines[3])["token_ids"], Json({21}));
 }
@@ -356,7 +356,7 @@ TEST_F(CliTest, BenchPrintsTheTableOfWhatItMeasured) {
   const auto json = Start({"bench", "--model=any", "--skip-tokenizer-init", "--num-prompts=6",
                            "--prompts-file=" + prompts, "--request-rate=100", "--format=json"});
   EXPECT_EQ(json->Wait(), 1);
-  EXPECT_THAT(json->Err(), HasSubstr("3 of 6 requests failed; the first: full"));
+  EXPECT_THAT(json->Err(), HasSubstr("3 of 6 requests failed; the first: too much"));
   const Json result = Json::parse(json->Out());
   EXPECT_EQ(result["completed"], 3);
   EXPECT_EQ(result["failed"], 3);

@@ -24,7 +24,7 @@ namespace {
 void Answer(const std::shared_ptr<FakeWorker::Call>& call) {
   const std::int32_t first = call->request().prompt_token_ids(0);
   if (first == 1) {
-    call->End(WithReason(absl::ResourceExhaustedError("full"), kReasonOverloaded));
+    call->End(WithReason(absl::ResourceExhaustedError("too much"), kReasonOutOfLimits));
     return;
   }
   if (first == 2) {
