@@ -134,7 +134,7 @@ TEST_F(OverloadTest, AGroupIsGivenNoMoreThanItRunsAndLetsWait) {
   std::vector<std::unique_ptr<Stream>> streams;
   for (int i = 0; i < 4; ++i) streams.push_back(SendText("x"));
   AwaitWaiting(1);
-  EXPECT_EQ(worker().num_calls_waiting(), 3);
+  Await([&] { return worker().num_calls_waiting() == 3; });  // placed, and on their way
   SetSize(0, 3, 0);
   AwaitWaiting(1);
   EXPECT_EQ(worker().num_calls_waiting(), 3);
