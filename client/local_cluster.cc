@@ -3,11 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <random>
 #include <utility>
 
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
+#include "server/base/draw.h"
 #include "server/kv_transfer_flags.h"
 
 namespace weft {
@@ -126,8 +126,7 @@ void LocalCluster::AddTo(Supervisor& supervisor) const {
 }
 
 std::string UniqueSocketAddress(std::string_view role) {
-  std::random_device random;
-  return fmt::format("unix-abstract:weft-{}-{:08x}{:08x}-{}", getpid(), random(), random(), role);
+  return fmt::format("unix-abstract:weft-{}-{:016x}-{}", getpid(), DrawUint64(), role);
 }
 
 }  // namespace weft

@@ -147,7 +147,7 @@ absl::Status Cluster::Enqueue(Waiter& waiter, std::vector<Outcome>& outcomes) {
   if (!request.admitted) {
     std::vector<LinkLoad> groups;
     for (const auto& link : links_) {
-      if (const auto group = link->Snapshot(); group->ready && group->Decodes()) {
+      if (const auto group = link->Snapshot(); group->TakesRequests()) {
         groups.push_back(link->Load());
       }
     }
@@ -223,7 +223,7 @@ void Cluster::OnRoom() {
 bool Cluster::HasRoom(const GroupLink* except) const {
   return std::any_of(links_.begin(), links_.end(), [except](const auto& link) {
     const auto group = link->Snapshot();
-    return link.get() != except && group->ready && group->Decodes() && !link->Load().full;
+    return link.get() != except && group->TakesRequests() && !link->Load().full;
   });
 }
 
@@ -279,7 +279,7 @@ absl::Status Cluster::WaitedTooLong() const {
   std::string states;
   bool ready = false;
   for (const auto& group : snapshot_->groups) {
-    ready |= group->ready && group->Decodes();
+    ready |= group->TakesRequests();
     states +=
         fmt::format("{}{}: {}", states.empty() ? "" : "; ", group->info.address(), group->state);
   }
@@ -374,7 +374,7 @@ std::optional<absl::StatusOr<GroupLease>> Cluster::TryPlace(const PlaceRequest& 
     const LinkLoad load = links_[i]->Load();
     loads[i] = LoadOf(group, *links_[i], load, *request.prompt);
     loads[i].ready &= group.Decodes();
-    if (!group.ready || !group.Decodes()) continue;
+    if (!group.TakesRequests()) continue;
     of_ready.push_back(load);
     longest_model_len = std::max<std::int64_t>(longest_model_len, group.info.max_model_len());
     shunned[i] = load.broken || links_[i].get() == request.avoid;

@@ -28,6 +28,8 @@ struct GroupSnapshot {
   // Whether it takes whole requests, and whether it computes prompts for other groups.
   bool Decodes() const { return info.kv_role() != "kv_producer"; }
   bool Prefills() const { return info.kv_role() == "kv_producer" || info.kv_role() == "kv_both"; }
+  // Whether a request can be placed there now.
+  bool TakesRequests() const { return ready && Decodes(); }
 };
 
 // All groups at one moment, in the order of --groups.
@@ -37,7 +39,7 @@ struct ClusterSnapshot {
   // Whether a request can be placed: groups that compute prompts for others are not enough.
   bool AnyReady() const {
     return std::any_of(groups.begin(), groups.end(),
-                       [](const auto& group) { return group->ready && group->Decodes(); });
+                       [](const auto& group) { return group->TakesRequests(); });
   }
 };
 

@@ -1,21 +1,16 @@
 #include "router/generate_call.h"
 
 #include <algorithm>
-#include <random>
 #include <utility>
 
 #include "absl/time/clock.h"
 #include "fmt/format.h"
 #include "router/text/bad_words.h"
+#include "server/base/draw.h"
 #include "server/base/status_macros.h"
 
 namespace weft {
 namespace {
-
-std::uint64_t DrawUint64() {
-  thread_local std::random_device device;
-  return std::uniform_int_distribution<std::uint64_t>()(device);
-}
 
 // What piles up before a slow reader. What belongs to the prompt comes once and is as long as the
 // client asked for.

@@ -23,6 +23,7 @@
 #include "router/text/chat_template.h"
 #include "router/text/tokenizer.h"
 #include "router/text_pool.h"
+#include "server/base/bounded_time.h"
 #include "server/base/log.h"
 #include "server/base/output.h"
 #include "server/base/read_file.h"
@@ -86,9 +87,8 @@ absl::StatusOr<std::unique_ptr<ChatTemplate>> LoadChatTemplate(const Flags& flag
   return nullptr;
 }
 
-// Infinite becomes a year: deadlines have to stay in the clock's range.
 std::chrono::milliseconds ToChrono(absl::Duration duration) {
-  return absl::ToChronoMilliseconds(std::min(duration, absl::Hours(24 * 365)));
+  return std::chrono::duration_cast<std::chrono::milliseconds>(ToBoundedChrono(duration));
 }
 
 RequestLimits LimitsOf(const Flags& flags) {

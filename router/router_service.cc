@@ -10,6 +10,7 @@
 #include "fmt/format.h"
 #include "router/text/detokenizer.h"
 #include "router/unary_call.h"
+#include "server/base/bounded_time.h"
 #include "server/base/status_macros.h"
 #include "server/error_reason.h"
 #include "server/version.h"
@@ -69,7 +70,7 @@ absl::Status DescribeModel(const GenerateContext& context, v1::GetModelInfoRespo
   bool ready = false;
   const auto snapshot = context.cluster->Snapshot();
   for (const auto& group : snapshot->groups) {
-    if (!group->ready || !group->Decodes()) continue;
+    if (!group->TakesRequests()) continue;
     ready = true;
     response.set_max_model_len(
         std::max<std::int64_t>(response.max_model_len(), group->info.max_model_len()));
@@ -99,7 +100,7 @@ void RouterService::Drain(absl::Duration timeout) {
   RequestRegistry& registry = *context_.registry;
   registry.StartDrain();
   const auto now = std::chrono::steady_clock::now;
-  const auto limit = absl::ToChronoMilliseconds(std::min(timeout, absl::Hours(24 * 365)));
+  const auto limit = ToBoundedChrono(timeout);
   if (!registry.WaitForNoStreams(now() + limit)) {
     for (const auto& call : registry.All()) {
       call->End(WithReason(absl::UnavailableError("this router stops; ask another one"),

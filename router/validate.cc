@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "fmt/format.h"
+#include "server/base/quoted.h"
 #include "server/base/status_macros.h"
 
 namespace weft {
@@ -117,11 +118,8 @@ absl::Status ValidateRequest(const v1::GenerateRequest& request, const RequestLi
   RETURN_IF_ERROR(ValidateCacheSalt(request.cache_salt()));
   if (!request.model().empty() && request.model() != limits.served_model_name) {
     // gRPC drops the message of a status that has grown too large.
-    constexpr std::size_t kMostShown = 100;
-    const bool cut = request.model().size() > kMostShown;
-    return absl::InvalidArgumentError(fmt::format("model is \"{}{}\"; \"{}\" is served here",
-                                                  request.model().substr(0, kMostShown),
-                                                  cut ? "..." : "", limits.served_model_name));
+    return absl::InvalidArgumentError(fmt::format(
+        "model is {}; \"{}\" is served here", Quoted(request.model()), limits.served_model_name));
   }
   RETURN_IF_ERROR(ValidatePrompt(request, limits));
   RETURN_IF_ERROR(ValidateSampling(request.sampling(), limits));

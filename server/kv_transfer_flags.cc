@@ -3,8 +3,8 @@
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
 #include "server/base/parse_json.h"
+#include "server/base/quoted.h"
 #include "server/base/status_macros.h"
-#include "server/option_text.h"
 
 namespace weft {
 namespace {

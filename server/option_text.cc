@@ -97,13 +97,4 @@ std::vector<std::string> SplitList(std::string_view text) {
   return parts;
 }
 
-std::string Quoted(std::string_view text) {
-  constexpr std::size_t kMost = 100;
-  std::string quoted = "\"";
-  for (const char c : text.substr(0, kMost)) {
-    quoted += std::iscntrl(static_cast<unsigned char>(c)) != 0 ? '?' : c;
-  }
-  return quoted + (text.size() > kMost ? "...\"" : "\"");
-}
-
 }  // namespace weft

@@ -23,7 +23,5 @@ std::optional<T> ParseNumber(std::string_view text, const std::optional<Range>& 
 std::string DescribeRange(std::string_view what, const std::optional<Range>& range);
 // "a,,b" has two parts.
 std::vector<std::string> SplitList(std::string_view text);
-// For an error message: in quotes, on one line, not endless.
-std::string Quoted(std::string_view text);
 
 }  // namespace weft

@@ -16,6 +16,7 @@
 #include "nlohmann/json.hpp"
 #include "server/base/check.h"
 #include "server/base/parse_json.h"
+#include "server/base/quoted.h"
 #include "server/base/status_macros.h"
 #include "server/option_text.h"
 #include "server/version.h"

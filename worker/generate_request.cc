@@ -2,12 +2,12 @@
 
 #include <cstddef>
 #include <memory>
-#include <random>
 #include <string_view>
 #include <utility>
 
 #include "fmt/format.h"
 #include "server/base/check.h"
+#include "server/base/draw.h"
 #include "server/base/status_macros.h"
 #include "server/error_reason.h"
 
@@ -82,11 +82,6 @@ absl::StatusOr<LogitsParams> ToLogitsParams(const v1::SamplingParams& in, const 
   return out;
 }
 
-std::uint64_t DrawTransferId() {
-  thread_local std::random_device device;
-  return std::uniform_int_distribution<std::uint64_t>()(device);
-}
-
 v1::TokenLogprob ToProto(const TokenLogprob& in) {
   v1::TokenLogprob out;
   out.set_token_id(in.token_id);
@@ -152,7 +147,7 @@ absl::Status SetHandoff(const v1::WorkerGenerateRequest& request, const std::str
   }
   if (!request.has_kv_send()) {
     do {
-      out.kv_transfer = DrawTransferId();
+      out.kv_transfer = DrawUint64();
     } while (out.kv_transfer == 0);
     return absl::OkStatus();
   }

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <cstdio>
 #include <optional>
 #include <random>
 #include <string>
@@ -11,6 +10,7 @@
 #include "fmt/format.h"
 #include "kernels/device/cpu_target.h"
 #include "server/base/log.h"
+#include "server/base/output.h"
 #include "server/base/status_macros.h"
 #include "server/file_limit.h"
 #include "server/group_flags.h"
@@ -158,7 +158,7 @@ int Main(int argc, char** argv) {
   if (status.ok()) status = flags.CheckModelDir();
   if (status.ok() && !flags.rank.has_value()) status = CheckModel(flags);
   if (!status.ok()) {
-    std::fprintf(stderr, "weft-worker: %s\n", std::string(status.message()).c_str());
+    PrintErr("weft-worker: {}\n", std::string(status.message()));
     return kExitConfigError;
   }
   InitLog(flags.rank.has_value() ? fmt::format("rank{}", *flags.rank) : "worker", flags.log_level);

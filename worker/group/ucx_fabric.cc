@@ -7,12 +7,12 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <random>
 #include <utility>
 #include <vector>
 
 #include "fmt/format.h"
 #include "server/base/check.h"
+#include "server/base/draw.h"
 #include "server/base/status_macros.h"
 #include "worker/group/fabric.h"
 #include "worker/group/frame_assembler.h"
@@ -284,8 +284,7 @@ void UcxFabric::Poll(std::chrono::nanoseconds limit) {
 absl::StatusOr<std::unique_ptr<Fabric>> MakeUcxFabric(UcxReach reach) {
   ASSIGN_OR_RETURN(UcpContext context, MakeUcpContext(reach));
   ASSIGN_OR_RETURN(UcpWorker worker, MakeUcpWorker(context.get()));
-  std::random_device random;
-  const std::uint64_t key = std::uniform_int_distribution<std::uint64_t>()(random);
+  const std::uint64_t key = DrawUint64();
   ASSIGN_OR_RETURN(std::string address, MakeAddress(worker.get(), key));
   auto fabric = std::make_unique<UcxFabric>(
       std::move(context), std::move(worker), std::move(address), key,

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 #include <utility>
 
+#include "server/base/draw.h"
 #include "worker/group/ucx_context.h"
 
 namespace weft {
@@ -16,15 +16,10 @@ constexpr int kWindowFrames = 32;
 // Messages of one peer that may wait before the pool has to grow.
 constexpr int kPooledMessages = 64;
 
-std::uint64_t DrawConnection() {
-  std::random_device random;
-  return (std::uint64_t{random()} << 32) | random();
-}
-
 }  // namespace
 
 UcxPeer::UcxPeer(std::uint64_t key, std::uint32_t self_tag, UcxSendState& state)
-    : state_(state), key_(key), self_tag_(self_tag), connection_(DrawConnection()) {}
+    : state_(state), key_(key), self_tag_(self_tag), connection_(DrawUint64()) {}
 
 absl::StatusOr<std::unique_ptr<UcxPeer>> UcxPeer::Connect(ucp_worker_h worker,
                                                           std::string_view ucx_address,

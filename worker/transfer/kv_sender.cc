@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <random>
 #include <utility>
 
 #include "fmt/format.h"
 #include "server/base/check.h"
+#include "server/base/draw.h"
 #include "server/base/log.h"
 #include "server/base/status_macros.h"
 #include "weft/v1/worker.pb.h"
@@ -20,11 +20,6 @@ constexpr absl::Duration kReportInterval = absl::Seconds(1);
 constexpr absl::Duration kPeerCheck = absl::Milliseconds(500);
 // An answer to a greeting that is lost: the peer is gone.
 constexpr absl::Duration kWelcomeTimeout = absl::Seconds(10);
-
-std::uint64_t DrawConnection() {
-  std::random_device random;
-  return (std::uint64_t{random()} << 32) | random();
-}
 
 std::uint64_t AddressOf(const void* memory) {
   return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(memory));
@@ -195,7 +190,7 @@ KvSender::Peer& KvSender::Connect(const std::string& address, absl::Time now) {
     return *peer;
   }
   peer->id = *id;
-  peer->connection = DrawConnection();
+  peer->connection = DrawUint64();
   peer->state = Peer::State::kGreeted;
   peer->since = now;
   v1::KvEndpoint hello;
