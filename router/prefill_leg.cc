@@ -74,15 +74,17 @@ void PrefillLeg::Continue(const std::string& failure) {
   options_.decode->client().ContinueKv(std::move(request));
 }
 
-void PrefillLeg::Cancel() {
+void PrefillLeg::Cancel(const char* outcome) {
   std::shared_ptr<WorkerCall> call;
   std::optional<GroupLease> unused;  // given back without the lock
   {
     MutexLock lock(mutex_);
+    if (cancelled_ || call_ == nullptr) outcome = nullptr;  // counted, or never asked for
     cancelled_ = true;
     call = call_;
     if (!started_) unused.swap(options_.prefill);
   }
+  if (options_.metrics != nullptr && outcome != nullptr) options_.metrics->OnHandoff(outcome);
   if (call != nullptr) call->Cancel();
 }
 

@@ -44,8 +44,9 @@ class PrefillLeg final : public WorkerCall::Handler,
 
   // Once at most.
   void OnReserved(const v1::KvReserved& reserved);
-  // The decode group does not wait for it any more, or the request is over.
-  void Cancel();
+  // The decode group does not wait for it any more, or the request is over. `outcome` is how the
+  // hand-off is counted if the prefill group's stream has not ended yet; null: not at all.
+  void Cancel(const char* outcome);
 
  private:
   void OnWorkerMessage(v1::WorkerGenerateResponse& response) override;

@@ -146,7 +146,7 @@ void SampleCall::OnWorkerMessage(v1::WorkerGenerateResponse& response) {
     finished = Pass(response);
   }
   if (leg != nullptr && response.has_kv_reserved()) leg->OnReserved(response.kv_reserved());
-  if (leg != nullptr && !response.kv_failure().empty()) leg->Cancel();
+  if (leg != nullptr && !response.kv_failure().empty()) leg->Cancel("failed");
   if (!finished || last) return;
   // A stop string: the leader does not know yet.
   std::shared_ptr<WorkerCall> call;
@@ -194,7 +194,8 @@ void SampleCall::OnWorkerEnd(absl::Status status) {
     MutexLock lock(output_mutex_);
     leg.swap(leg_);
   }
-  if (leg != nullptr) leg->Cancel();
+  // The decode group may be through before the prefill group has said that it is.
+  if (leg != nullptr) leg->Cancel(status.ok() || output_.finished() ? "done" : nullptr);
   bool cancelled = false;
   {
     MutexLock lock(mutex_);
