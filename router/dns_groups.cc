@@ -9,6 +9,8 @@
 #include "absl/status/status.h"
 #include "fmt/format.h"
 #include "server/base/log.h"
+#include "server/base/quoted.h"
+#include "server/grpc_address.h"
 
 namespace weft {
 namespace {
@@ -50,19 +52,20 @@ absl::StatusOr<std::unique_ptr<DnsGroups>> DnsGroups::Start(
     std::function<void(const std::vector<std::string>&)> on_groups) {
   std::vector<Entry> entries;
   for (const std::string& group : groups) {
-    if (!group.starts_with(kPrefix)) {
+    const bool name = group.starts_with(kPrefix);
+    const std::string target = name ? group.substr(kPrefix.size()) : group;
+    const absl::Status valid = CheckGrpcAddress(target, 1);
+    if (!valid.ok() || (name && target.starts_with(kUnixAbstract))) {
+      return absl::InvalidArgumentError(fmt::format(
+          "--groups: {} is neither HOST:PORT with a port of 1 to 65535, nor {}NAME, nor {}HOST:PORT",
+          Quoted(group), kUnixAbstract, kPrefix));
+    }
+    if (!name) {
       entries.push_back({.addresses = {group}});
       continue;
     }
-    const std::string target = group.substr(kPrefix.size());
     const std::size_t colon = target.rfind(':');
-    const std::string port = colon == std::string::npos ? "" : target.substr(colon + 1);
-    if (colon == 0 || port.empty() || port.size() > 5 ||
-        !std::all_of(port.begin(), port.end(), [](char c) { return c >= '0' && c <= '9'; })) {
-      return absl::InvalidArgumentError(
-          fmt::format("--groups: '{}' is not {}HOST:PORT", group, kPrefix));
-    }
-    entries.push_back({.host = target.substr(0, colon), .port = port});
+    entries.push_back({.host = target.substr(0, colon), .port = target.substr(colon + 1)});
   }
   std::unique_ptr<DnsGroups> started(
       new DnsGroups(std::move(entries), std::move(resolver), std::move(on_groups)));

@@ -241,9 +241,11 @@ void GroupLink::OnWatchEnd(const absl::Status& status) {
 void GroupLink::Lose(std::string why) {
   absl::flat_hash_map<std::uint64_t, Call> calls;
   bool lost_in_service = false;
+  bool never_reached = false;
   {
     MutexLock lock(mutex_);
     lost_in_service = snapshot_->ready && !shut_down_;
+    never_reached = snapshot_->epoch == 0 && !shut_down_;
     GroupSnapshot next = *snapshot_;
     next.ready = false;
     next.state = why;
@@ -254,6 +256,7 @@ void GroupLink::Lose(std::string why) {
     calls.swap(calls_);
   }
   if (lost_in_service) spdlog::warn("group {}: {}; {} requests end", address_, why, calls.size());
+  if (never_reached) spdlog::info("group {}: {}; asked again until it answers", address_, why);
   for (const auto& [id, call] : calls) call.on_lost();
   on_change_();
 }

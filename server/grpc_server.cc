@@ -12,6 +12,7 @@
 #include "fmt/format.h"
 #include "google/protobuf/stubs/logging.h"
 #include "grpc/grpc.h"
+#include "grpc/health/v1/health.pb.h"
 #include "grpc/support/log.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/grpcpp.h"
@@ -20,12 +21,11 @@
 #include "server/base/log.h"
 #include "server/base/mutex.h"
 #include "server/base/status_macros.h"
+#include "server/grpc_address.h"
 #include "server/tls.h"
 
 namespace weft {
 namespace {
-
-constexpr std::string_view kAbstract = "unix-abstract:";
 
 int Milliseconds(absl::Duration duration) {
   return static_cast<int>(
@@ -61,26 +61,9 @@ void SetLimits(const GrpcServerOptions& options, grpc::ServerBuilder& builder) {
   }
 }
 
-// The last colon splits: "[::1]:80" has others.
-absl::Status CheckAddress(const std::string& address) {
-  if (address.starts_with(kAbstract)) {
-    if (address.size() > kAbstract.size() && address.size() <= kAbstract.size() + 100) return {};
-    return absl::InvalidArgumentError(
-        fmt::format("address {}: the name after unix-abstract: has 1 to 100 bytes", address));
-  }
-  const std::size_t colon = address.rfind(':');
-  const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
-  const bool digits =
-      !port.empty() && port.size() <= 5 &&
-      std::all_of(port.begin(), port.end(), [](char c) { return c >= '0' && c <= '9'; });
-  if (digits && colon > 0 && std::stoi(port) <= 65535) return {};
-  return absl::InvalidArgumentError(fmt::format(
-      "address {} is neither host:port with a port of 0 to 65535 nor unix-abstract:NAME", address));
-}
-
 // Why gRPC could not bind: it tells only its log.
 std::string BindError(const std::string& address) {
-  if (address.starts_with(kAbstract)) return "the name is in use";
+  if (address.starts_with(kUnixAbstract)) return "the name is in use";
   const std::size_t colon = address.rfind(':');
   std::string host = address.substr(0, colon);
   if (host.starts_with('[') && host.ends_with(']')) host = host.substr(1, host.size() - 2);
@@ -177,13 +160,15 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(
   // Both are read when a builder is made.
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  // Reflection describes the health service with it; gRPC's own has no descriptor.
+  google::protobuf::LinkMessageReflection<grpc::health::v1::HealthCheckRequest>();
   std::unique_ptr<GrpcServer> server(new GrpcServer());
   grpc::ServerBuilder builder;
   std::vector<int> ports(options.listen_addresses.size(), 0);
   for (std::size_t i = 0; i < ports.size(); ++i) {
     const std::string& address = options.listen_addresses[i];
-    RETURN_IF_ERROR(CheckAddress(address));
-    const bool local = address.starts_with(kAbstract);
+    RETURN_IF_ERROR(CheckGrpcAddress(address, 0));
+    const bool local = address.starts_with(kUnixAbstract);
     ASSIGN_OR_RETURN(std::shared_ptr<grpc::ServerCredentials> credentials,
                      NewServerCredentials(local ? TlsFiles() : options.tls));
     builder.AddListeningPort(address, credentials, &ports[i]);
@@ -202,7 +187,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(
   for (std::size_t i = 0; i < ports.size(); ++i) {
     const std::string& address = options.listen_addresses[i];
     server->addresses_.push_back(
-        address.starts_with(kAbstract)
+        address.starts_with(kUnixAbstract)
             ? address
             : fmt::format("{}:{}", address.substr(0, address.rfind(':')), ports[i]));
   }
@@ -248,7 +233,7 @@ std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
   if (!options.bearer_token.empty()) {
     interceptors.push_back(std::make_unique<TokenInterceptorFactory>(options.bearer_token));
   }
-  const bool plain = options.credentials == nullptr || address.starts_with(kAbstract);
+  const bool plain = options.credentials == nullptr || address.starts_with(kUnixAbstract);
   std::shared_ptr<grpc::Channel> channel = grpc::experimental::CreateCustomChannelWithInterceptors(
       address, plain ? grpc::InsecureChannelCredentials() : options.credentials, arguments,
       std::move(interceptors));

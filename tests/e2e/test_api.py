@@ -51,6 +51,8 @@ def fails(api, **fields):
 def test_grpcurl_lists_describes_and_streams(cluster):
     assert {INFERENCE, "grpc.health.v1.Health"} <= set(grpcurl(cluster.address, "list"))
     assert any("rpc Generate" in line for line in grpcurl(cluster.address, "describe", INFERENCE))
+    health = grpcurl(cluster.address, "grpc.health.v1.Health/Check", data={"service": INFERENCE})
+    assert health == [{"status": "SERVING"}]
     messages = grpcurl(cluster.address, f"{INFERENCE}/Generate", data={
         "tokenIds": {"ids": PROMPT["ids"]}, "sampling": {"temperature": 0, "ignoreEos": True, "maxTokens": 48}})
     assert [i for m in messages for i in m.get("token_ids", [])] == PROMPT["greedy"]

@@ -135,4 +135,4 @@ def test_a_name_stands_for_the_groups_at_its_addresses(processes):
     assert ask(api, 3).code == "OK"
     wrong = processes.start("weft-router", "--model", golden_dir(MODEL), "--port=0", "--groups=dns:///localhost")
     code, said = processes.ends(wrong)
-    assert code == 78 and "is not dns:///HOST:PORT" in said, said
+    assert code == 78 and "nor dns:///HOST:PORT" in said, said

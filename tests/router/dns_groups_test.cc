@@ -103,7 +103,9 @@ TEST_F(DnsGroupsTest, ANameThatFailsKeepsWhatItHad) {
 
 TEST_F(DnsGroupsTest, WhatIsNoNameWithAPortIsRefused) {
   for (const char* wrong :
-       {"dns:///weft", "dns:///:1", "dns:///weft:", "dns:///weft:http", "dns:///weft:123456"}) {
+       {"dns:///weft", "dns:///:1", "dns:///weft:", "dns:///weft:http", "dns:///weft:123456",
+        "dns:///weft:0", "dns:///unix-abstract:x", "weft", "127.0.0.1", ":1", "weft:", "weft:http",
+        "weft:0", "weft:65536", "unix-abstract:", ""}) {
     EXPECT_TRUE(absl::IsInvalidArgument(Start({wrong}).status())) << wrong;
   }
 }
