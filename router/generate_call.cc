@@ -124,7 +124,7 @@ absl::Status GenerateCall::Admit() {
   key_ = NameOf(tenant_.get(), request_.request_id());
   request_.set_cache_salt(NameOf(tenant_.get(), request_.cache_salt()));
   if (tenant_ != nullptr) {
-    ASSIGN_OR_RETURN(place_, tenant_->StartRequest(absl::Now()));
+    ASSIGN_OR_RETURN(place_, tenant_->StartRequest(absl::Now(), request_.priority()));
   }
   return context_.registry->Add(key_, weak_from_this());
 }

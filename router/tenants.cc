@@ -50,6 +50,14 @@ absl::StatusOr<TenantLimits> ReadLimits(const Json& tenant) {
   if (limits.tokens_per_minute == 0 && limits.burst_tokens != 0) {
     return absl::InvalidArgumentError("burst_tokens needs tokens_per_minute");
   }
+  if (const auto found = tenant.find("min_priority"); found != tenant.end()) {
+    if (!found->is_number_integer() || *found < INT32_MIN || *found > 0) {
+      return absl::InvalidArgumentError(
+          fmt::format("min_priority is {}; a number from {} to 0 is allowed, or none",
+                      found->is_number() ? found->dump() : found->type_name(), INT32_MIN));
+    }
+    limits.min_priority = found->get<std::int32_t>();
+  }
   return limits;
 }
 
@@ -102,8 +110,13 @@ Tenant::Place::~Place() {
   --tenant_->num_requests_;
 }
 
-absl::StatusOr<std::unique_ptr<Tenant::Place>> Tenant::StartRequest(absl::Time now) {
+absl::StatusOr<std::unique_ptr<Tenant::Place>> Tenant::StartRequest(absl::Time now,
+                                                                    std::int32_t priority) {
   MutexLock lock(mutex_);
+  if (priority < limits_.min_priority) {
+    return absl::InvalidArgumentError(fmt::format("priority is {}; this tenant may ask for {} and up",
+                                                  priority, limits_.min_priority));
+  }
   if (limits_.max_concurrent_requests > 0 && num_requests_ >= limits_.max_concurrent_requests) {
     return WithReason(
         absl::ResourceExhaustedError(fmt::format(
@@ -236,7 +249,7 @@ absl::StatusOr<std::vector<Tenants::Entry>> Tenants::Parse(const std::string& pa
     }
     Entry entry = {.name = tenant["name"]};
     absl::Status status = CheckFields(tenant, {"name", "api_keys", "max_concurrent_requests",
-                                               "tokens_per_minute", "burst_tokens"});
+                                               "tokens_per_minute", "burst_tokens", "min_priority"});
     const absl::StatusOr<TenantLimits> limits = ReadLimits(tenant);
     absl::StatusOr<std::vector<SecretDigest>> keys = ReadKeys(tenant);
     status.Update(limits.status());

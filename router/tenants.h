@@ -21,6 +21,7 @@ struct TenantLimits {
   std::int64_t max_concurrent_requests = 0;  // 0: any number
   std::int64_t tokens_per_minute = 0;        // of prompts and completions; 0: any number
   std::int64_t burst_tokens = 0;             // that may come at once after a pause
+  std::int32_t min_priority = 0;             // lower comes before others' requests
 };
 
 // One tenant and what it uses. Thread-safe. `now` never goes back by much: a wall clock will do.
@@ -46,8 +47,9 @@ class Tenant : public std::enable_shared_from_this<Tenant> {
   };
 
   // RESOURCE_EXHAUSTED when the tenant's requests are as many as they may be
-  // (CONCURRENCY_LIMIT_EXCEEDED), or have had more tokens than they may (RATE_LIMIT_EXCEEDED).
-  absl::StatusOr<std::unique_ptr<Place>> StartRequest(absl::Time now);
+  // (CONCURRENCY_LIMIT_EXCEEDED), or have had more tokens than they may (RATE_LIMIT_EXCEEDED);
+  // INVALID_ARGUMENT for a priority before those that it may ask for.
+  absl::StatusOr<std::unique_ptr<Place>> StartRequest(absl::Time now, std::int32_t priority = 0);
 
   // Charges a prompt: RESOURCE_EXHAUSTED (RATE_LIMIT_EXCEEDED), saying when to come back, when
   // tokens of earlier ones are still owed; a prompt of any length goes once none are.
@@ -69,8 +71,9 @@ class Tenant : public std::enable_shared_from_this<Tenant> {
 
 // Who may use this router: the file of --api-keys-file,
 //   {"tenants": [{"name": "a", "api_keys": ["..."], "max_concurrent_requests": 8,
-//                 "tokens_per_minute": 60000, "burst_tokens": 60000}]}
-// where the limits may be missing; burst_tokens is a minute's by default. Thread-safe.
+//                 "tokens_per_minute": 60000, "burst_tokens": 60000, "min_priority": -10}]}
+// where the limits may be missing: burst_tokens is a minute's by default, min_priority 0.
+// Thread-safe.
 class Tenants {
  public:
   // INVALID_ARGUMENT says what is wrong with the file, without a key.

@@ -165,6 +165,9 @@ TEST_F(TenantsTest, AFileThatIsWrongIsRefusedWithoutSayingItsKeys) {
       {"{\"tenants\": [{" + tenant + R"(, "tokens_per_minute": "SECRET"}]})", "is string"},
       {"{\"tenants\": [{" + tenant + R"(, "max_concurrent_requests": 1.5}]})", "is 1.5"},
       {"{\"tenants\": [{" + tenant + R"(, "burst_tokens": 1}]})", "needs tokens_per_minute"},
+      {"{\"tenants\": [{" + tenant + R"(, "min_priority": 1}]})", "min_priority is 1"},
+      {"{\"tenants\": [{" + tenant + R"(, "min_priority": -2147483649}]})", "is -2147483649"},
+      {"{\"tenants\": [{" + tenant + R"(, "min_priority": "SECRET"}]})", "is string"},
   };
   for (const auto& [text, why] : cases) {
     const std::string error = LoadError(text);
@@ -326,6 +329,22 @@ TEST_F(TenantsTest, ATenantWithALongQueueDoesNotHoldUpAnother) {
   EXPECT_EQ(order, "a1 b1 a2 b2 a3 ");
   EXPECT_EQ(running.Wait(), absl::OkStatus());
   for (const auto& stream : waiting) EXPECT_EQ(stream->Wait(), absl::OkStatus());
+}
+
+TEST_F(TenantsTest, ATenantComesBeforeOthersAsFarAsItMay) {
+  StartTwo(R"(, "min_priority": -2)");
+  v1::GenerateRequest request = Request("1");
+  request.set_priority(-3);
+  Stream refused(*a_, request);
+  EXPECT_TRUE(absl::IsInvalidArgument(refused.Wait())) << refused.Wait();
+  EXPECT_THAT(std::string(refused.Wait().message()), HasSubstr("priority is -3"));
+  request.set_priority(-2);
+  Stream first(*a_, request);
+  Answer("x");
+  EXPECT_EQ(first.Wait(), absl::OkStatus());
+  request.set_priority(-1);
+  Stream other(*b_, request);
+  EXPECT_TRUE(absl::IsInvalidArgument(other.Wait())) << other.Wait();
 }
 
 TEST_F(TenantsTest, PromptsAndCompletionsCountAgainstTheRate) {
