@@ -11,13 +11,14 @@ namespace {
 int num_allocations = 0;
 }  // namespace
 
-void* operator new(std::size_t size) {
+// noinline: or gcc sees new and free side by side and calls them a mismatch (asan).
+[[gnu::noinline]] void* operator new(std::size_t size) {
   ++num_allocations;
   if (void* memory = std::malloc(size)) return memory;
   std::abort();
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace weft {
 namespace {
