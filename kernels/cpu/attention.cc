@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "fmt/format.h"
 #include "kernels/cpu/attention_parts.h"
@@ -231,7 +232,8 @@ class Launch {
 
   const GqaAttentionParams& p_;
   ThreadPool& pool_;
-  decltype(HWY_DYNAMIC_DISPATCH(AttendKeys)) attend_;
+  // Where there is one target only, the macro names the function itself.
+  std::add_lvalue_reference_t<decltype(HWY_DYNAMIC_DISPATCH(AttendKeys))> attend_;
   std::int64_t queries_;  // rows times heads
   std::int64_t record_floats_;
   std::int64_t scratch_floats_;

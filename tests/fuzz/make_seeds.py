@@ -64,7 +64,7 @@ def pieces(*contents):
 
 
 def frame(sequence, payload, message_bytes, connection=1):
-    return struct.pack("<IIQIB3xQ", 0x31544657, 1, connection, sequence, 2, message_bytes) + payload
+    return struct.pack("<IIQIB3xQQ", 0x32544657, 1, connection, sequence, 2, message_bytes, 0) + payload
 
 
 seed("frame_fuzzer", "in_order", pieces(frame(0, b"12345678", 8), frame(1, b"", 0)))
@@ -123,6 +123,28 @@ def varint(value):
     while value > 127:
         out, value = out + bytes([value & 127 | 128]), value >> 7
     return out + bytes([value])
+
+
+# kv_message.cc: a byte says whose connection it is, then a message with its length in front.
+def kv(type_, payload=b"", transfer=0, layer=0, positions=(0, 0), heads=(0, 0), rank=0, to_sender=0):
+    message = struct.pack("<IBBHQQqqQiiiI", 0x564b4657, 1, type_, layer, 1, transfer, *positions, 0, rank, *heads,
+                          len(payload)) + payload
+    return bytes([to_sender, len(message)]) + message
+
+
+def greeting(tensor_parallel_size, decode_context_parallel_size, block_size, interleave, rank=0):
+    return kv(1, field(1, b"kv") + field(2, tensor_parallel_size) + field(3, decode_context_parallel_size) +
+              field(4, block_size) + field(5, interleave) + field(6, b"there"), rank=rank)
+
+
+# Of 16 positions the receiver owns 8, of 12 bytes each; 4 of them are the second sender's, too.
+rows = [kv(3, bytes(96), 7, layer, (0, 16), (0, 1)) for layer in range(2)]
+seed("kv_message_fuzzer", "whole", greeting(1, 1, 8, 8) + rows[0] + rows[1] + rows[1])
+seed("kv_message_fuzzer", "part", greeting(2, 2, 8, 1, 1) + kv(3, b"r" * 48, 7, 1, (0, 16), (0, 1)))
+seed("kv_message_fuzzer", "taken", kv(2, to_sender=1) + kv(4, transfer=8, to_sender=1) * 3 + kv(5, transfer=8, to_sender=1))
+seed("kv_message_fuzzer", "offer", greeting(1, 1, 8, 8) + kv(2, transfer=1, to_sender=1) +
+     kv(6, struct.pack("<QQ", 4096, 160), 7, 0, (0, 16), (0, 1)) + kv(4, transfer=8, to_sender=1))
+seed("kv_message_fuzzer", "refused", kv(2, b"no", to_sender=1) + greeting(3, 2, 8, 2))
 
 
 sampling = b"".join([
