@@ -53,6 +53,8 @@ std::unique_ptr<KvHandoff> MakeHandoff(const EngineRequest& request) {
   kv->transfer = request.kv_transfer;
   kv->target = request.kv_target;
   kv->first_position = request.kv_first_position;
+  // How much fits there is for the other group to say.
+  kv->max_length = static_cast<std::int64_t>(request.prompt_token_ids.size()) + request.max_tokens;
   return kv;
 }
 
@@ -108,6 +110,7 @@ class EngineImpl final : public Engine {
   void FinishSend(Sequence& sequence);
   void TakeFirstToken(Sequence& sequence, std::int32_t token_id);
   void FailKv(Sequence& sequence, const std::string& why);
+  void FailStuckSenders();
   void CheckLeases(absl::Time now);
 
   const EngineOptions options_;
@@ -155,9 +158,7 @@ absl::Status EngineImpl::Add(EngineRequest request, absl::Time /*now*/) {
       return absl::OkStatus();
     }
   }
-  if (kv != nullptr && kv->sends) {
-    kv->max_length = std::exchange(sequence->max_length, sequence->length() + 1);
-  }
+  if (kv != nullptr && kv->sends) sequence->max_length = sequence->length() + 1;
   sequence->kv = std::move(kv);
   if (sequence->deadline != absl::InfiniteFuture()) {
     deadlines_.insert({sequence->deadline, sequence->id});
@@ -181,7 +182,10 @@ const StepPlan* EngineImpl::Step(absl::Time now, std::optional<StepResult> resul
   for (Sequence* sequence : scheduler_.running()) {
     sequence->admitted = std::min(sequence->admitted, now);
   }
-  if (plan_.sequences.empty() && plan_.kv_ops.empty()) return nullptr;
+  if (plan_.sequences.empty() && plan_.kv_ops.empty()) {
+    if (num_in_flight_ == 0) FailStuckSenders();
+    return nullptr;
+  }
 
   last_step_ = plan_.step;
   StepInFlight& step = in_flight_[num_in_flight_++];
@@ -346,6 +350,14 @@ void EngineImpl::FinishSend(Sequence& sequence) {
                     .finish = FinishReason::kHandedOff,
                     .num_preemptions = sequence.num_preemptions,
                     .kv_took = now_ - std::min(sequence.kv->opened_at, now_)});
+}
+
+// Two groups that receive from each other, all blocks of both reserved: neither could compute what
+// the other waits for. Whoever receives from here computes the prompt in the blocks it has.
+void EngineImpl::FailStuckSenders() {
+  for (Sequence* sequence : scheduler_.StuckSenders()) {
+    FailKv(*sequence, "all that runs here waits for the KV of other groups, and holds the blocks");
+  }
 }
 
 void EngineImpl::CheckLeases(absl::Time now) {

@@ -162,7 +162,8 @@ struct EngineStats {
 // blocks; one that sends holds them until every rank's part was taken. Neither is preempted before
 // its transfer is over. A transfer that fails, or makes no progress for kv_lease, ends: who
 // receives computes the prompt itself, in the blocks it has; who sends ends with kError
-// (UNAVAILABLE).
+// (UNAVAILABLE). So does at once who cannot start to send because everything that runs receives:
+// it may be what they wait for.
 class Engine {
  public:
   // INVALID_ARGUMENT when a sequence of max_model_len does not fit num_blocks, or for an option out

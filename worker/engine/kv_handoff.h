@@ -15,7 +15,7 @@ struct KvHandoff {
   std::uint64_t transfer = 0;                 // unique for ever; the decode group drew it
   std::shared_ptr<const std::string> target;  // of who sends: KvOp::target
   std::int64_t first_position = 0;            // what is before is at the receiver already
-  std::int64_t max_length = 0;                // of who sends: of the whole request
+  std::int64_t max_length = 0;                // prompt and output, of the whole request
 
   bool opened = false;          // the ranks have been told of it
   std::int32_t num_opened = 0;  // ranks that are ready to receive

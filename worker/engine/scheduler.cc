@@ -111,6 +111,17 @@ void Scheduler::Reserve(Sequence& sequence, std::int32_t num_rows) {
   logits_left_ -= sequence.NumLogits(num_rows);
 }
 
+std::vector<Sequence*> Scheduler::StuckSenders() const {
+  std::vector<Sequence*> stuck;
+  for (const Sequence* sequence : running_) {
+    if (!sequence->receiving()) return stuck;
+  }
+  for (Sequence* sequence : waiting_) {
+    if (sequence->kv != nullptr && sequence->kv->sends) stuck.push_back(sequence);
+  }
+  return stuck;
+}
+
 // Moves a waiting sequence to the running ones with the blocks of all its tokens, so that prefills
 // never run out. Alone it needs no reserve: the engine refused what could not fit by itself.
 bool Scheduler::Admit(Sequence& sequence) {

@@ -43,6 +43,11 @@ class Scheduler {
   // before.
   void Plan(StepPlan& plan, std::vector<PlannedResults>& results);
 
+  // Who waits to send, when all that run wait for KV of other groups: one that waits here, too, for
+  // the same reason may be what one of those needs. To be asked when nothing could be planned and
+  // nothing is in flight.
+  std::vector<Sequence*> StuckSenders() const;
+
   // Empties the prefix cache; what runs now will not be in it either.
   void ForgetCache();
 

@@ -189,6 +189,20 @@ TEST_F(KvHandoffTest, ARequestThatEndsWithItsFirstTokenIsNotHandedOn) {
   ExpectNothingHeld();
 }
 
+// How long a sequence may get is for the group to say where it goes on.
+TEST_F(KvHandoffTest, APromptThatFillsThePrefillGroupIsHandedOn) {
+  EngineRequest request = Sends(1, 31);  // max_model_len is 32
+  request.max_tokens = 5;
+  harness_.Add(std::move(request));
+  for (int i = 0; i < 5; ++i) harness_.Step();
+  const TokenEvent token = harness_.LastEvent(1);
+  EXPECT_TRUE(token.token_id.has_value());
+  EXPECT_EQ(token.finish, FinishReason::kNone);
+  ReportAll(KvReport::Kind::kDone);
+  EXPECT_EQ(harness_.LastEvent(1).finish, FinishReason::kHandedOff);
+  ExpectNothingHeld();
+}
+
 TEST_F(KvHandoffTest, AFailedSendEndsTheRequest) {
   harness_.Add(Sends(1, 6));
   harness_.Step();
@@ -213,6 +227,35 @@ TEST_F(KvHandoffTest, ACancelledTransferIsForgottenBeforeItsBlocksAreAnyones) {
     while (!harness_.in_flight.empty()) harness_.Step();
     ExpectNothingHeld();
   }
+}
+
+// Two groups that receive from each other hold the blocks that the other's prompt needs.
+TEST_F(KvHandoffTest, WhoCannotSendBecauseAllOthersReceiveFailsAtOnce) {
+  harness_.Add(Receives(1, 20));  // 6 of 8 blocks
+  harness_.Step();
+  EngineRequest request = Sends(2, 10);
+  request.kv_transfer = kTransfer + 1;
+  harness_.Add(std::move(request));
+  harness_.Add(3, 10);  // may wait: its client is of this group
+  harness_.Step();
+  const TokenEvent event = harness_.LastEvent(2);
+  EXPECT_EQ(event.finish, FinishReason::kError);
+  EXPECT_EQ(event.error.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(engine().Stats().num_waiting, 1);
+  engine().ContinueKv(RequestId{1}, std::nullopt, "as the other group does");
+  EXPECT_EQ(harness_.Step(), (EngineHarness::Rows{{1, 8}}));
+}
+
+TEST_F(KvHandoffTest, WhoCannotSendYetWaitsForWhatComputes) {
+  harness_.Add(2, 4);
+  harness_.Step();
+  harness_.Add(Receives(1, 16));
+  harness_.Step();
+  EngineRequest request = Sends(3, 10);
+  request.kv_transfer = kTransfer + 1;
+  harness_.Add(std::move(request));
+  for (int i = 0; i < 3; ++i) harness_.Step();
+  EXPECT_EQ(engine().Stats().num_waiting, 1);
 }
 
 // A decode that needs a block takes none of a transfer's.
