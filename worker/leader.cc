@@ -149,7 +149,7 @@ void Leader::DeliverEvents() {
     if (metrics_ != nullptr) {  // before the sink: who has seen an end finds it counted
       RequestTimes& times = request->second.times;
       if (event.kv_took.has_value()) metrics_->OnKvTransfer(*event.kv_took);
-      if (event.token_id.has_value()) metrics_->OnToken(times, now);
+      if (event.token_id.has_value()) metrics_->OnToken(times, event.output_index, now);
       if (ended) metrics_->OnEnd(times, event.admitted, event.finish, now);
     }
     request->second.sink->OnEvent(event);

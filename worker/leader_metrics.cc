@@ -35,10 +35,12 @@ void LeaderMetrics::OnKvTransfer(absl::Duration took) {
   kv_transfer_.Observe(absl::ToDoubleSeconds(took));
 }
 
-void LeaderMetrics::OnToken(RequestTimes& request, absl::Time now) {
+void LeaderMetrics::OnToken(RequestTimes& request, std::int32_t output_index, absl::Time now) {
   if (request.num_generated == 0) {
     request.first_token = now;
-    time_to_first_token_.Observe(absl::ToDoubleSeconds(now - request.arrival));
+    if (output_index == 0) {
+      time_to_first_token_.Observe(absl::ToDoubleSeconds(now - request.arrival));
+    }
   } else {
     inter_token_latency_.Observe(absl::ToDoubleSeconds(now - request.last_token));
   }

@@ -27,7 +27,8 @@ class LeaderMetrics {
 
   void OnStep(std::int32_t num_tokens);
   void OnKvTransfer(absl::Duration took);
-  void OnToken(RequestTimes& request, absl::Time now);
+  // `output_index` is TokenEvent::output_index: a first token that was told elsewhere is not timed.
+  void OnToken(RequestTimes& request, std::int32_t output_index, absl::Time now);
   // Once for each request, however it ended. `admitted` is TokenEvent::admitted.
   void OnEnd(const RequestTimes& request, absl::Time admitted, FinishReason reason, absl::Time now);
 

@@ -29,9 +29,9 @@ class LeaderMetricsTest : public ::testing::Test {
 
 TEST_F(LeaderMetricsTest, TimesOfARequestAddUpToItsLatency) {
   RequestTimes request = {.arrival = At(100), .num_prompt_tokens = 7};
-  metrics_.OnToken(request, At(106));
-  metrics_.OnToken(request, At(107));
-  metrics_.OnToken(request, At(110));
+  metrics_.OnToken(request, 0, At(106));
+  metrics_.OnToken(request, 1, At(107));
+  metrics_.OnToken(request, 2, At(110));
   metrics_.OnEnd(request, At(102), FinishReason::kLength, At(110));
   const std::string text = registry_.Scrape();
   EXPECT_THAT(text, HasSubstr(Sum("weft_e2e_request_latency_seconds") + "10\n"));
@@ -45,6 +45,18 @@ TEST_F(LeaderMetricsTest, TimesOfARequestAddUpToItsLatency) {
   EXPECT_THAT(text, HasSubstr(Sum("weft_request_time_per_output_token_seconds") + "2\n"));
   EXPECT_THAT(text, HasSubstr(Sum("weft_request_prompt_tokens") + "7\n"));
   EXPECT_THAT(text, HasSubstr(Sum("weft_request_generation_tokens") + "3\n"));
+}
+
+// A group that goes on with what another has begun: its client has had the first token before.
+TEST_F(LeaderMetricsTest, TheFirstTokenOfARequestIsTimedWhereItWasToldFirst) {
+  RequestTimes request = {.arrival = At(100), .num_prompt_tokens = 7};
+  metrics_.OnToken(request, 1, At(106));
+  metrics_.OnToken(request, 2, At(107));
+  metrics_.OnEnd(request, At(102), FinishReason::kLength, At(107));
+  const std::string text = registry_.Scrape();
+  EXPECT_THAT(text, HasSubstr(Count("weft_time_to_first_token_seconds") + "0\n"));
+  EXPECT_THAT(text, HasSubstr(Count("weft_inter_token_latency_seconds") + "1\n"));
+  EXPECT_THAT(text, HasSubstr(Sum("weft_request_prefill_time_seconds") + "4\n"));
 }
 
 TEST_F(LeaderMetricsTest, EveryEndCountsInEveryPerRequestSeries) {
