@@ -14,10 +14,15 @@ from local_cluster import BIN, ROOT, LocalCluster, Prometheus
 
 
 def values_of(ranks):
+    """Two groups that share a cache by position, one of which is handed long prompts by a third."""
+    options = {"tensor-parallel-size": ranks, "decode-context-parallel-size": ranks, "threads-per-rank": 1,
+               "kv-cache-memory-bytes": "64MiB"}
+    alone = {"threads-per-rank": 1, "kv-cache-memory-bytes": "64MiB"}
     return {"models": [{"name": "smollm2", "volume": {"hostPath": {"path": "/unused"}}}],
-            "groups": [{"name": name, "model": "smollm2", "options": {
-                "tensor-parallel-size": ranks, "decode-context-parallel-size": ranks, "threads-per-rank": 1,
-                "kv-cache-memory-bytes": "64MiB"}} for name in ("a", "b")],
+            "router": {"options": {"pd-min-prefill-tokens": 64}},
+            "groups": [{"name": "a", "model": "smollm2", "role": "decode", "options": options},
+                       {"name": "b", "model": "smollm2", "options": options},
+                       {"name": "p", "model": "smollm2", "role": "prefill", "options": alone}],
             "monitoring": {"podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}}}
 
 
@@ -40,7 +45,7 @@ def keep_busy(address, stop):
 def main():
     parser = argparse.ArgumentParser(prog="scripts/observe.sh")
     parser.add_argument("--model", type=pathlib.Path, default=ROOT / "models/smollm2-135m-instruct")
-    parser.add_argument("--ranks", type=int, default=2, help="of each of the two groups")
+    parser.add_argument("--ranks", type=int, default=2, help="of each group but the one that prefills")
     parser.add_argument("--seconds", type=int, help="how long; default: until Ctrl-C")
     parser.add_argument("--pictures", type=pathlib.Path, metavar="DIR", help="at the end, draw the dashboards there")
     arguments = parser.parse_args()

@@ -88,8 +88,7 @@ def test_a_burst_of_four_times_capacity_is_served_or_refused(processes):
                 assert outcome.tokens == NUM_TOKENS
             else:
                 assert outcome.reason == "OVERLOADED" and outcome.retry_seconds > 0 and outcome.tokens == 0, outcome
-        # A leader that is given many at once refuses some before it runs the first.
-        assert counts["OK"] >= RUNNING, counts
+        assert counts["OK"] >= CAPACITY, counts
         assert counts["RESOURCE_EXHAUSTED"] > 0, counts
         rounds.append((p99_ms(calm), p99_ms(busy), dict(counts)))
         print(f"p99 time per output token: {rounds[-1][0]:.2f} ms with {RUNNING} requests, {rounds[-1][1]:.2f} ms of those "

@@ -140,10 +140,10 @@ absl::Status EngineImpl::Add(EngineRequest request, absl::Time /*now*/) {
     return absl::AlreadyExistsError(
         fmt::format("request id {} is in use", static_cast<std::uint64_t>(request.id)));
   }
-  if (scheduler_.num_waiting() >= options_.max_num_waiting) {
+  if (std::ssize(requests_) >= std::int64_t{options_.max_num_seqs} + options_.max_num_waiting) {
     return absl::ResourceExhaustedError(
-        fmt::format("{} requests are waiting; max_num_waiting is {}", scheduler_.num_waiting(),
-                    options_.max_num_waiting));
+        fmt::format("{} requests run or wait; max_num_seqs is {}, max_num_waiting {}",
+                    requests_.size(), options_.max_num_seqs, options_.max_num_waiting));
   }
   if (request.hash_chain.empty()) HashPrompt(request, options_);
   const std::vector<std::int32_t> resumed = std::move(request.resume_token_ids);

@@ -26,7 +26,7 @@ struct EngineOptions {
   std::int64_t max_model_len = 0;             // prompt + generated
   std::int32_t max_num_seqs = 64;             // running at once; also the number of slots
   std::int32_t max_num_batched_tokens = 256;  // rows of a step
-  std::int32_t max_num_waiting = 1024;        // queued requests (--max-num-waiting)
+  std::int32_t max_num_waiting = 1024;        // and requests beside them (--max-num-waiting)
   std::int32_t vocab_size = 0;
   bool async_scheduling = true;  // plan step k+1 while k runs
   bool enable_prefix_caching = true;
@@ -174,8 +174,9 @@ class Engine {
   // Any thread.
   virtual const EngineOptions& options() const = 0;
 
-  // Queues a request that has passed CheckRequest(). RESOURCE_EXHAUSTED when max_num_waiting are
-  // queued. ALREADY_EXISTS for an id in use. Generation ends with kLength at max_tokens or at
+  // Queues a request that has passed CheckRequest(). RESOURCE_EXHAUSTED when there are
+  // max_num_seqs + max_num_waiting: whether some of them could run by now does not matter, so that
+  // as many may come at once. ALREADY_EXISTS for an id in use. Generation ends with kLength at max_tokens or at
   // max_model_len. A request whose resumed tokens end it is finished at once: its event is there
   // already. With resumed tokens the prompt's logprobs are not told again: they come before the
   // first token.

@@ -274,14 +274,21 @@ TEST(EngineTest, ATokenOfAnEarlierOwnerOfAnIdIsDropped) {
   EXPECT_THAT(harness.Events(), IsEmpty());
 }
 
-TEST(EngineTest, RefusesMoreThanMaxNumWaiting) {
+TEST(EngineTest, RefusesMoreThanCanRunAndWait) {
   EngineHarness harness(Options());
-  for (std::uint64_t id = 1; id <= 4; ++id) harness.Add(id, 3);
-  const absl::Status status = harness.engine->Add(EngineHarness::Request(5, 3), kStart);
-  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("max_num_waiting is 4"));
-  harness.Step();  // they run now
-  EXPECT_TRUE(harness.engine->Add(EngineHarness::Request(5, 3), kStart).ok());
+  const auto refused = [&] {
+    const absl::Status status = harness.engine->Add(EngineHarness::Request(9, 3), kStart);
+    return status.code() == absl::StatusCode::kResourceExhausted &&
+           status.message() == "8 requests run or wait; max_num_seqs is 4, max_num_waiting 4";
+  };
+  // At once, before any of them runs, as well as later.
+  for (std::uint64_t id = 1; id <= 8; ++id) harness.Add(id, 3);
+  EXPECT_TRUE(refused());
+  harness.Step();
+  EXPECT_TRUE(refused());
+  harness.Cancel(3);
+  harness.Step();
+  EXPECT_TRUE(harness.engine->Add(EngineHarness::Request(9, 3), kStart).ok());
 }
 
 TEST(EngineTest, RefusesOptionsThatCannotServe) {
