@@ -55,8 +55,10 @@ double Share(std::int64_t part, std::int64_t whole) {
          static_cast<double>(whole);
 }
 
-std::string Mebibytes(std::int64_t bytes) {
-  return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20));
+std::string Bytes(std::int64_t bytes) {
+  const bool small = bytes < 1 << 20;
+  return fmt::format("{:.1f} {}", static_cast<double>(bytes) / (small ? 1 << 10 : 1 << 20),
+                     small ? "KiB" : "MiB");
 }
 
 // The KV of a sequence is spread evenly over the ranks: each is as full as the pool.
@@ -72,9 +74,8 @@ void AddRanks(const v1::GroupInfo& group, std::string& page) {
         "<div style=\"width:{:.1f}%\"></div></div></td><td class=n>{:.1f} %</td>"
         "<td class=n>{}</td><td class=n>{}</td><td class=n>{}</td><td class=n>{}</td><td>{}</td>"
         "</tr>\n",
-        rank.rank(), share, share, share, Mebibytes(rank.kv_bytes()),
-        Mebibytes(rank.weight_bytes()), Mebibytes(rank.workspace_bytes()), rank.pid(),
-        Escaped(rank.metrics_address()));
+        rank.rank(), share, share, share, Bytes(rank.kv_bytes()), Bytes(rank.weight_bytes()),
+        Bytes(rank.workspace_bytes()), rank.pid(), Escaped(rank.metrics_address()));
   }
   page += "</table>\n";
 }

