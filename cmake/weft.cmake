@@ -1,7 +1,8 @@
 # Flags every target of ours gets; never those of the libraries.
 add_library(weft_flags INTERFACE)
 target_include_directories(weft_flags INTERFACE ${CMAKE_SOURCE_DIR})
-target_compile_options(weft_flags INTERFACE -Wall -Wextra -Werror -Wno-missing-field-initializers)
+target_compile_options(weft_flags INTERFACE
+  $<$<COMPILE_LANGUAGE:C,CXX>:-Wall;-Wextra;-Werror;-Wno-missing-field-initializers>)
 if(WEFT_SANITIZE)
   list(JOIN WEFT_SANITIZE "," sanitizers)
   target_compile_options(weft_flags INTERFACE -fsanitize=${sanitizers} -fno-omit-frame-pointer

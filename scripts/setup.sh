@@ -14,7 +14,7 @@ packages=(
   libprotobuf-dev libspdlog-dev libssl-dev libucx-dev libutf8proc-dev nlohmann-json3-dev
   prometheus-cpp-dev protobuf-compiler protobuf-compiler-grpc
   # tests
-  clang libbenchmark-dev libclang-rt-14-dev libgmock-dev libgtest-dev prometheus ucx-utils
+  clang libbenchmark-dev libboost-context-dev libclang-rt-14-dev libgmock-dev libgtest-dev prometheus ucx-utils
 )
 
 install_packages() {

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+#include "kernels/cuda/emu/machine.h"
+
+// The part of the CUDA runtime that Weft's host code uses, over the emulation (machine.h). Streams
+// are lazy: nothing of what was launched has happened until somebody waits for it, so that a wait
+// that is missing shows every time. Device memory is malloc'ed, filled with NaN.
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorNoDevice = 100,
+  cudaErrorLaunchFailure = 719,
+  cudaErrorStreamCaptureUnsupported = 900,
+};
+// After cudaErrorLaunchFailure: what the emulation saw, of this OS thread.
+const char* cudaGetErrorString(cudaError_t error);
+const char* cudaGetErrorName(cudaError_t error);
+
+namespace weft::cuda_emu {
+class Stream;
+class Graph;
+// Appends work to `stream`; it runs when somebody waits for it.
+void Enqueue(Stream* stream, std::function<cudaError_t()> work);
+cudaError_t LaunchGrid(dim3 grid, dim3 block, std::size_t dynamic_shared_bytes,
+                       const std::function<void()>& thread_main);
+}  // namespace weft::cuda_emu
+
+using cudaStream_t = weft::cuda_emu::Stream*;
+using cudaGraph_t = weft::cuda_emu::Graph*;
+using cudaGraphExec_t = weft::cuda_emu::Graph*;
+
+inline constexpr unsigned cudaStreamNonBlocking = 1;
+enum cudaMemcpyKind {
+  cudaMemcpyHostToDevice = 1,
+  cudaMemcpyDeviceToHost,
+  cudaMemcpyDeviceToDevice
+};
+enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
+
+cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaMalloc(void** data, std::size_t bytes);
+cudaError_t cudaFree(void* data);
+// `kind` is checked against where the memory is: host memory on the device's side is an error.
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
+cudaError_t cudaMemsetAsync(void* data, int value, std::size_t bytes, cudaStream_t stream);
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
+                                 unsigned long long flags);
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
