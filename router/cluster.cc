@@ -320,14 +320,12 @@ GroupLoad Cluster::LoadOf(const GroupSnapshot& group, const GroupLink& link, con
 
 void Cluster::WarnOfMismatch(const GroupLink& link, const GroupSnapshot& prefill,
                              const GroupLease& decode) {
-  std::string warning = fmt::format(
+  const std::string warning = fmt::format(
       "{} computes no prompts for {}, which computes them itself: its KV is {}, that of the other "
       "{}",
       link.address(), decode.link().address(), prefill.kv->format(),
       decode.snapshot().kv->format());
-  if (warning == last_mismatch_) return;
-  spdlog::warn("{}", warning);
-  last_mismatch_ = std::move(warning);
+  if (mismatches_.Allows(warning, now())) spdlog::warn("{}", warning);
 }
 
 std::optional<GroupLease> Cluster::PlacePrefill(const GroupLease& decode,

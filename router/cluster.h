@@ -18,6 +18,7 @@
 #include "router/policy.h"
 #include "router/prompt_blocks.h"
 #include "router/retry_budget.h"
+#include "router/seldom.h"
 #include "server/base/mutex.h"
 
 namespace weft {
@@ -144,7 +145,6 @@ class Cluster {
   // Places those that wait as far as there is room, and fails those whose time is over.
   void PlaceWaiting();
   void FailOverdue(Clock::time_point now);
-  // Once, until the reason changes.
   void WarnOfMismatch(const GroupLink& link, const GroupSnapshot& prefill, const GroupLease& decode)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status WaitedTooLong() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -176,7 +176,7 @@ class Cluster {
   std::shared_ptr<const ClusterSnapshot> snapshot_ ABSL_GUARDED_BY(mutex_);
   Policy policy_ ABSL_GUARDED_BY(mutex_);
   Policy prefill_policy_ ABSL_GUARDED_BY(mutex_);  // has a turn of its own
-  std::string last_mismatch_ ABSL_GUARDED_BY(mutex_);
+  Seldom mismatches_ ABSL_GUARDED_BY(mutex_);
   Placed placed_ ABSL_GUARDED_BY(mutex_);
 
   Mutex ticker_mutex_;  // taken last

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "router/seldom.h"
 
 namespace weft {
 namespace {
@@ -95,6 +96,25 @@ TEST(PolicyTest, NamesAreThoseOfTheFlag) {
   EXPECT_EQ(ParseRoutingPolicy("round-robin"), RoutingPolicy::kRoundRobin);
   EXPECT_EQ(ParseRoutingPolicy("random"), RoutingPolicy::kRandom);
   EXPECT_EQ(ParseRoutingPolicy("fastest"), std::nullopt);
+}
+
+TEST(SeldomTest, LinesThatTakeTurnsDoNotFillTheLog) {
+  Seldom seldom;
+  Seldom::Clock::time_point now{};
+  EXPECT_TRUE(seldom.Allows("a", now));
+  int lines = 0;
+  for (int second = 0; second < 3600; ++second) {
+    now += std::chrono::seconds(1);
+    lines += seldom.Allows(second % 2 == 0 ? "a" : "b", now);
+  }
+  EXPECT_GE(lines, 50);
+  EXPECT_LE(lines, 60);
+  Seldom alone;
+  lines = 0;
+  for (int second = 0; second < 3600; ++second) {
+    lines += alone.Allows("a", now + std::chrono::seconds(second));
+  }
+  EXPECT_EQ(lines, 1);
 }
 
 }  // namespace
