@@ -33,9 +33,13 @@ def generate(api, num_prompt, num_tokens, seed):
     return times
 
 
+def first_token(api, args, seed):
+    return statistics.median(generate(api, args.prompt, 2, seed + i)[0] for i in range(2))
+
+
 def measure(cluster, args, seed):
     api = Api(cluster.address)
-    first = [generate(api, args.prompt, 2, seed + i)[0] for i in range(2)]
+    first = first_token(api, args, seed)
     stop = threading.Event()
 
     def long_prompts():
@@ -52,7 +56,7 @@ def measure(cluster, args, seed):
     stop.set()
     load.join()
     gaps = sorted(b - a for a, b in zip(times, times[1:]))
-    return statistics.median(first), gaps[int(0.99 * (len(gaps) - 1))], statistics.median(gaps)
+    return first, gaps[int(0.99 * (len(gaps) - 1))], statistics.median(gaps)
 
 
 def main():
@@ -62,10 +66,13 @@ def main():
     parser.add_argument("--tokens", type=int, default=120)
     args = parser.parse_args()
     rows = {"one group": [], "two groups": []}
-    transfers = []
+    transfers, same_threads = [], []
     for round_ in range(args.rounds):
         with Cluster(MODEL, *FLAGS, "--threads-per-rank=2") as one:
             rows["one group"].append(measure(one, args, round_))
+        # The prompt's compute is the same as in the prefill group: what is left is the hand-off.
+        with Cluster(MODEL, *FLAGS, "--threads-per-rank=1") as alone:
+            same_threads.append(first_token(Api(alone.address), args, round_))
         with PdCluster(MODEL, *FLAGS, "--threads-per-rank=1", "--prefill-tensor-parallel-size=1",
                        "--pd-min-prefill-tokens=64") as two:
             two.log.clear()
@@ -78,6 +85,8 @@ def main():
     one, two = ([statistics.median(c) for c in zip(*results)] for results in rows.values())
     print(f"two groups against one: first token {two[0] / one[0]:.2f} times as late; p99 between tokens {one[1] / two[1]:.1f} "
           "times better")
+    print(f"first token of one group with the prefill group's threads: {1e3 * statistics.median(same_threads):.0f} ms; two groups "
+          f"take {statistics.median(r[0] / s for r, s in zip(rows['two groups'], same_threads)):.3f} times that")
     if transfers:
         mb, ms, gbs, overlap = (statistics.median(float(t[i]) for t in transfers) for i in range(4))
         print(f"transfers: {mb:.1f} MB in {ms:.0f} ms, {gbs:.3f} GB/s while they move, {overlap:.0f} % while the prompt was "
