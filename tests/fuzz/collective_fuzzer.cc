@@ -30,6 +30,7 @@ class ScriptedFabric final : public Fabric {
     // Spares the time until a stall.
     return input_.empty() ? absl::UnavailableError("the script has ended") : absl::OkStatus();
   }
+  void Disconnect(PeerId) override {}
   bool Progress() override {
     if (input_.empty()) return false;
     const absl::Span<const std::byte> piece = input_.Piece();

@@ -44,6 +44,7 @@ class OneWayFabric final : public Fabric {
     return absl::OkStatus();
   }
   absl::Status PeerStatus(PeerId) const override { return absl::OkStatus(); }
+  void Disconnect(PeerId) override {}
   bool Progress() override { return false; }
   void Wait(absl::Duration) override {}
   void Wake() override {}

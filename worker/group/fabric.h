@@ -75,6 +75,12 @@ class Fabric {
   // UNAVAILABLE once the peer is known to be dead.
   virtual absl::Status PeerStatus(PeerId peer) const = 0;
 
+  // Forgets a peer whose PeerStatus() is not OK, and frees what it takes. The id may not be used
+  // any more; a later Connect() may give it to another peer. Allowed in handlers and completions.
+  // Not of peers that are alive: UCX 1.13 does not take leave of those over TCP (it keeps the
+  // socket, until it loses patience with all connections to that peer).
+  virtual void Disconnect(PeerId peer) = 0;
+
   // Drives sends, receives and the detection of dead peers; true if anything happened.
   virtual bool Progress() = 0;
 

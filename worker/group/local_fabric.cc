@@ -195,8 +195,14 @@ class LocalFabric final : public Fabric {
       inbox->Close();
     }
     inbox->Watch(inbox_);
-    peers_.push_back({std::move(inbox), self_tag});
-    return PeerId{static_cast<std::uint32_t>(peers_.size() - 1)};
+    if (free_ids_.empty()) {
+      free_ids_.push_back(peers_.size());
+      peers_.emplace_back();
+    }
+    const std::size_t id = free_ids_.back();
+    free_ids_.pop_back();
+    peers_[id] = {std::move(inbox), self_tag};
+    return PeerId{static_cast<std::uint32_t>(id)};
   }
 
   void Receive(Channel channel, Handler handler) override {
@@ -231,6 +237,12 @@ class LocalFabric final : public Fabric {
   absl::Status PeerStatus(PeerId peer) const override {
     if (At(peer).inbox->closed()) return absl::UnavailableError("the peer is gone");
     return absl::OkStatus();
+  }
+
+  void Disconnect(PeerId peer) override {
+    CHECK_MSG(At(peer).inbox->closed(), "a peer that is alive stays connected");
+    peers_[static_cast<std::size_t>(peer)].inbox = nullptr;
+    free_ids_.push_back(static_cast<std::size_t>(peer));
   }
 
   bool Progress() override {
@@ -271,13 +283,15 @@ class LocalFabric final : public Fabric {
 
   const Peer& At(PeerId peer) const {
     const auto index = static_cast<std::size_t>(peer);
-    CHECK_MSG(index < peers_.size(), "a PeerId comes from Connect()");
+    CHECK_MSG(index < peers_.size() && peers_[index].inbox != nullptr,
+              "a PeerId comes from Connect()");
     return peers_[index];
   }
 
   const std::shared_ptr<Inbox> inbox_ = std::make_shared<Inbox>();
   const std::string address_;
-  std::vector<Peer> peers_;
+  std::vector<Peer> peers_;            // by id
+  std::vector<std::size_t> free_ids_;  // of peers_, without an inbox
   std::array<Handler, kNumChannels> handlers_;
   FabricCounters counters_;
 };

@@ -80,7 +80,9 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
 
   ~UcxFabric() override {
     state_.closing = true;
-    for (const std::unique_ptr<UcxPeer>& peer : peers_) peer->Close();
+    for (const std::unique_ptr<UcxPeer>& peer : peers_) {
+      if (peer != nullptr) peer->Close();
+    }
     // Lets UCX give up what the closed endpoints still had.
     for (int i = 0; i < 1000 && AnyBusy(); ++i) ucp_worker_progress(worker_.get());
     worker_.reset();  // while what its callbacks use is still there
@@ -102,8 +104,14 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
       watched_.push_back(peer.get());
     }
     if (address == address_) self_connections_.push_back(peer->connection());
-    peers_.push_back(std::move(peer));
-    return PeerId{static_cast<std::uint32_t>(peers_.size() - 1)};
+    if (free_ids_.empty()) {
+      free_ids_.push_back(peers_.size());
+      peers_.emplace_back();
+    }
+    const std::size_t id = free_ids_.back();
+    free_ids_.pop_back();
+    peers_[id] = std::move(peer);
+    return PeerId{static_cast<std::uint32_t>(id)};
   }
 
   void Receive(Channel channel, Handler handler) override {
@@ -115,6 +123,7 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
   absl::Status Send(PeerId peer, Channel channel,
                     absl::Span<const absl::Span<const std::byte>> spans, Done done) override;
   absl::Status PeerStatus(PeerId peer) const override { return At(peer).status(); }
+  void Disconnect(PeerId peer) override;
   bool Progress() override;
   void Wait(absl::Duration timeout) override;
 
@@ -140,7 +149,7 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
 
   UcxPeer& At(PeerId peer) const {
     const auto index = static_cast<std::size_t>(peer);
-    CHECK_MSG(index < peers_.size(), "a PeerId comes from Connect()");
+    CHECK_MSG(index < peers_.size() && peers_[index] != nullptr, "a PeerId comes from Connect()");
     return *peers_[index];
   }
   bool IsSelf(std::uint64_t connection) const {
@@ -148,8 +157,11 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
            self_connections_.end();
   }
   bool AnyBusy() const {
-    return std::any_of(peers_.begin(), peers_.end(), [](const auto& p) { return p->busy(); });
+    const auto busy = [](const auto& peer) { return peer != nullptr && peer->busy(); };
+    return std::any_of(peers_.begin(), peers_.end(), busy) ||
+           std::any_of(leaving_.begin(), leaving_.end(), busy);
   }
+  void Unwatch(std::size_t index);
   void Sleep(std::chrono::nanoseconds limit);
   // Waits for an event and fails the peers whose process is gone.
   void Poll(std::chrono::nanoseconds limit);
@@ -165,7 +177,9 @@ class UcxFabric final : public Fabric, public FrameAssembler::Sink {
   std::vector<pollfd> descriptors_;
   std::vector<UcxPeer*> watched_;
   FrameAssembler assembler_;
-  std::vector<std::unique_ptr<UcxPeer>> peers_;
+  std::vector<std::unique_ptr<UcxPeer>> peers_;    // by id
+  std::vector<std::size_t> free_ids_;              // of peers_, null
+  std::vector<std::unique_ptr<UcxPeer>> leaving_;  // disconnected, and known to UCX yet
   std::vector<std::uint64_t> self_connections_;
   std::array<Handler, kNumChannels> handlers_;
   FabricCounters counters_;
@@ -228,13 +242,36 @@ bool UcxFabric::Progress() {
   const std::uint64_t before = state_.events;
   for (int i = 0; i < kMaxProgress && ucp_worker_progress(worker_.get()) != 0; ++i) {
   }
-  // By index: completions may connect.
-  for (std::size_t i = 0; i < peers_.size(); ++i) peers_[i]->Pump();
+  // By index: completions may connect and disconnect.
+  for (std::size_t i = 0; i < peers_.size(); ++i) {
+    if (peers_[i] != nullptr) peers_[i]->Pump();
+  }
   if (state_.any_failure) {
     state_.any_failure = false;
-    for (std::size_t i = 0; i < peers_.size(); ++i) peers_[i]->BuryIfDead();
+    for (std::size_t i = 0; i < peers_.size(); ++i) {
+      if (peers_[i] != nullptr) peers_[i]->BuryIfDead();
+    }
   }
+  std::erase_if(leaving_, [](const auto& peer) { return peer->gone(); });
   return state_.events != before;
+}
+
+void UcxFabric::Disconnect(PeerId peer) {
+  const UcxPeer& leaver = At(peer);
+  const auto id = static_cast<std::size_t>(peer);
+  CHECK_MSG(!leaver.status().ok(), "a peer that is alive stays connected");
+  const auto watched = std::find(watched_.begin(), watched_.end(), &leaver);
+  if (watched != watched_.end()) Unwatch(static_cast<std::size_t>(watched - watched_.begin()));
+  std::erase(self_connections_, leaver.connection());
+  leaving_.push_back(std::move(peers_[id]));
+  free_ids_.push_back(id);
+}
+
+void UcxFabric::Unwatch(std::size_t index) {
+  const auto at = static_cast<std::ptrdiff_t>(index);
+  close(descriptors_[index + 1].fd);
+  descriptors_.erase(descriptors_.begin() + at + 1);
+  watched_.erase(watched_.begin() + at);
 }
 
 void UcxFabric::Wait(absl::Duration timeout) {
@@ -273,9 +310,7 @@ void UcxFabric::Poll(std::chrono::nanoseconds limit) {
   for (std::size_t i = watched_.size(); i > 0; --i) {
     if (descriptors_[i].revents == 0) continue;
     watched_[i - 1]->Fail(UCS_ERR_CONNECTION_RESET);
-    close(descriptors_[i].fd);
-    descriptors_.erase(descriptors_.begin() + static_cast<std::ptrdiff_t>(i));
-    watched_.erase(watched_.begin() + static_cast<std::ptrdiff_t>(i - 1));
+    Unwatch(i - 1);
   }
 }
 

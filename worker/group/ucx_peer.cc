@@ -19,7 +19,12 @@ constexpr int kPooledMessages = 64;
 }  // namespace
 
 UcxPeer::UcxPeer(std::uint64_t key, std::uint32_t self_tag, UcxSendState& state)
-    : state_(state), key_(key), self_tag_(self_tag), connection_(DrawUint64()) {}
+    : state_(state), key_(key), self_tag_(self_tag), connection_(DrawUint64()) {
+  if (++state.num_peers <= state.most_peers) return;
+  state.most_peers = state.num_peers;
+  state.frames.Grow(kWindowFrames);
+  state.messages.Grow(kPooledMessages);
+}
 
 absl::StatusOr<std::unique_ptr<UcxPeer>> UcxPeer::Connect(ucp_worker_h worker,
                                                           std::string_view ucx_address,
@@ -36,8 +41,6 @@ absl::StatusOr<std::unique_ptr<UcxPeer>> UcxPeer::Connect(ucp_worker_h worker,
   if (ucs_status_t status = ucp_ep_create(worker, &params, &peer->endpoint_); status != UCS_OK) {
     return UcxError("ucp_ep_create", status);
   }
-  state.frames.Grow(kWindowFrames);
-  state.messages.Grow(kPooledMessages);
   return peer;
 }
 
@@ -188,10 +191,16 @@ void UcxPeer::BuryIfDead() {
 void UcxPeer::Close() {
   if (endpoint_ == nullptr) return;
   ucp_request_param_t param = {};
-  param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_CALLBACK;
+  param.op_attr_mask =
+      UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-  param.cb.send = [](void* request, ucs_status_t, void*) { ucp_request_free(request); };
-  ucp_ep_close_nbx(std::exchange(endpoint_, nullptr), &param);
+  param.user_data = this;
+  param.cb.send = [](void* request, ucs_status_t, void* self) {
+    ucp_request_free(request);
+    static_cast<UcxPeer*>(self)->closing_ = false;
+  };
+  const ucs_status_ptr_t request = ucp_ep_close_nbx(std::exchange(endpoint_, nullptr), &param);
+  closing_ = UCS_PTR_IS_PTR(request);
 }
 
 }  // namespace weft

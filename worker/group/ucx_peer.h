@@ -83,6 +83,8 @@ struct UcxSendState {
   Pool<UcxFrame> frames;
   std::uint64_t events = 0;  // counts up whenever something happened
   bool any_failure = false;  // some peer wants BuryIfDead()
+  int num_peers = 0;         // now
+  int most_peers = 0;        // that the pools have grown for
   bool closing = false;      // completions are not called any more
 };
 
@@ -98,8 +100,12 @@ class UcxPeer {
                                                           std::uint64_t key, std::uint32_t self_tag,
                                                           UcxSendState& state);
 
+  ~UcxPeer() { --state_.num_peers; }
+
   std::uint64_t connection() const { return connection_; }
   bool busy() const { return head_ != nullptr || frames_in_flight_ > 0; }
+  // UCX knows nothing of it any more: it may be destroyed.
+  bool gone() const { return endpoint_ == nullptr && !closing_ && !busy(); }
   // UNAVAILABLE once buried.
   const absl::Status& status() const { return status_; }
 
@@ -133,6 +139,7 @@ class UcxPeer {
 
   UcxSendState& state_;
   ucp_ep_h endpoint_ = nullptr;  // null once closed
+  bool closing_ = false;         // UCX has not yet said that it is
   const std::uint64_t key_;      // of the receiver
   const std::uint32_t self_tag_;
   const std::uint64_t connection_;

@@ -20,7 +20,10 @@ KvMover::KvMover(std::unique_ptr<Fabric> fabric, const KvRank& rank, const KvMov
   thread_ = std::thread([this] { Run(); });
 }
 
-KvMover::~KvMover() { Stop(); }
+KvMover::~KvMover() {
+  Stop();
+  fabric_.reset();
+}
 
 void KvMover::Stop() {
   if (!thread_.joinable()) return;

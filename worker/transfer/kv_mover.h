@@ -55,7 +55,7 @@ class KvMover final : public StepObserver {
   void Tell(std::vector<KvReport>& reports);
   void HandleMessage(absl::Span<const std::byte> payload) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  const std::unique_ptr<Fabric> fabric_;
+  std::unique_ptr<Fabric> fabric_;  // destroyed first: until then it may read what is being sent
   const KvRank rank_;
   const OnReport on_report_;
   mutable Mutex mutex_;

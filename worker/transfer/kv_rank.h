@@ -51,6 +51,7 @@ struct KvCounters {
   std::int64_t failed_rows = 0;       // what came was wrong
   std::int32_t sending = 0;           // transfers now
   std::int32_t receiving = 0;
+  std::int32_t peers = 0;  // ranks of other groups that are remembered, of either side
 };
 
 }  // namespace weft

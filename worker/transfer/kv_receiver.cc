@@ -1,5 +1,6 @@
 #include "worker/transfer/kv_receiver.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -73,13 +74,14 @@ void KvReceiver::OnHello(const KvMessage& message) {
   Peer peer;
   std::string address;
   const std::string refusal = CheckHello(message, peer, address);
-  const absl::StatusOr<PeerId> id =
-      fabric_.Connect(address, static_cast<std::uint32_t>(rank_.rank));
+  absl::StatusOr<PeerId> id = TakeConnection(address);
+  if (!id.ok()) id = fabric_.Connect(address, static_cast<std::uint32_t>(rank_.rank));
   if (!id.ok()) {
     spdlog::warn("kv: cannot answer a prefill rank: {}", std::string(id.status().message()));
     return;
   }
   peer.id = *id;
+  peer.address = address;
   if (!refusal.empty()) spdlog::warn("kv: refused a prefill rank: {}", refusal);
   if (shared_memory_ && message.transfer != 0) {
     peer.memory = KvPeerMemory::Open(address);
@@ -221,9 +223,23 @@ void KvReceiver::OnRows(const KvMessage& message, absl::Time now, std::vector<Kv
                      .bytes = transfer.bytes});
 }
 
+// A rank that greets again has given up what it sent before.
+absl::StatusOr<PeerId> KvReceiver::TakeConnection(std::string_view address) {
+  const auto known = std::find_if(peers_.begin(), peers_.end(), [&](const auto& entry) {
+    return entry.second.address == address && fabric_.PeerStatus(entry.second.id).ok();
+  });
+  if (known == peers_.end()) return absl::NotFoundError("");
+  const PeerId id = known->second.id;
+  peers_.erase(known);
+  return id;
+}
+
 void KvReceiver::DropDeadPeers() {
-  absl::erase_if(peers_,
-                 [this](const auto& peer) { return !fabric_.PeerStatus(peer.second.id).ok(); });
+  absl::erase_if(peers_, [this](const auto& entry) {
+    if (fabric_.PeerStatus(entry.second.id).ok()) return false;
+    fabric_.Disconnect(entry.second.id);
+    return true;
+  });
 }
 
 void KvReceiver::AddTo(KvCounters& counters) const {
@@ -232,6 +248,7 @@ void KvReceiver::AddTo(KvCounters& counters) const {
   counters.dropped_messages += dropped_messages_;
   counters.failed_rows += failed_;
   counters.receiving += static_cast<std::int32_t>(transfers_.size());
+  counters.peers += static_cast<std::int32_t>(peers_.size());
 }
 
 }  // namespace weft

@@ -55,10 +55,13 @@ class KvReceiver {
   };
   struct Peer {
     PeerId id{};
+    std::string address;
     std::optional<ShardLayout> layout;   // none: refused
     std::optional<KvPeerMemory> memory;  // none: not to be read
   };
 
+  // NOT_FOUND if there is none to the rank at `address`.
+  absl::StatusOr<PeerId> TakeConnection(std::string_view address);
   // Why the KV of a peer is refused; empty: it is not.
   std::string CheckHello(const KvMessage& message, Peer& peer, std::string& address) const;
   absl::Status CheckRows(const KvMessage& message, const Transfer& transfer,

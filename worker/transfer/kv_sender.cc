@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "fmt/format.h"
@@ -49,7 +50,8 @@ void LogDone(std::uint64_t transfer, std::int64_t bytes, std::int64_t overlapped
 struct KvSender::Peer {
   enum class State : std::uint8_t { kWaiting, kGreeted, kWelcome, kLost };
   State state = State::kWaiting;
-  PeerId id{};
+  bool connected() const { return state == State::kGreeted || state == State::kWelcome; }
+  std::optional<PeerId> id;      // also of one that refuses us, as long as it is alive
   std::uint64_t connection = 0;  // in memory for who may read it
   bool reads = false;            // our memory: it gets offers
   absl::Time since;              // it was greeted
@@ -182,14 +184,16 @@ KvSender::Peer& KvSender::Connect(const std::string& address, absl::Time now) {
     peer->state = Peer::State::kWaiting;
   }
   if (peer->state != Peer::State::kWaiting || now < peer->retry_at) return *peer;
-  const absl::StatusOr<PeerId> id =
-      fabric_.Connect(address, static_cast<std::uint32_t>(rank_.rank));
-  if (!id.ok()) {
-    Lose(*peer, id.status());
-    peer->retry_at = now + peer->backoff;
-    return *peer;
+  if (!peer->id.has_value()) {
+    const absl::StatusOr<PeerId> id =
+        fabric_.Connect(address, static_cast<std::uint32_t>(rank_.rank));
+    if (!id.ok()) {
+      Lose(*peer, id.status());
+      peer->retry_at = now + peer->backoff;
+      return *peer;
+    }
+    peer->id = *id;
   }
-  peer->id = *id;
   peer->connection = DrawUint64();
   peer->state = Peer::State::kGreeted;
   peer->since = now;
@@ -200,7 +204,7 @@ KvSender::Peer& KvSender::Connect(const std::string& address, absl::Time now) {
   hello.set_block_size(rank_.own().block_size());
   hello.set_cp_kv_cache_interleave_size(rank_.own().interleave());
   hello.add_fabric_addresses(fabric_.LocalAddress());
-  SendKvText(fabric_, peer->id,
+  SendKvText(fabric_, *peer->id,
              {.type = KvMessageType::kHello,
               .connection = peer->connection,
               .rank = rank_.rank,
@@ -224,16 +228,24 @@ void KvSender::Lose(Peer& peer, const absl::Status& why) {
 
 void KvSender::CheckPeers(absl::Time now) {
   for (const auto& [address, peer] : peers_) {
-    if (peer->state != Peer::State::kGreeted && peer->state != Peer::State::kWelcome) continue;
-    absl::Status status = fabric_.PeerStatus(peer->id);
-    if (status.ok() && peer->state == Peer::State::kGreeted &&
-        now - peer->since > kWelcomeTimeout) {
+    if (!peer->id.has_value()) continue;
+    absl::Status status = fabric_.PeerStatus(*peer->id);
+    if (!status.ok()) {
+      fabric_.Disconnect(*peer->id);
+      peer->id.reset();
+    } else if (peer->state == Peer::State::kGreeted && now - peer->since > kWelcomeTimeout) {
       status = absl::UnavailableError("a decode rank does not answer");
     }
-    if (status.ok()) continue;
+    if (status.ok() || !peer->connected()) continue;
     Lose(*peer, status);
     peer->retry_at = now + peer->backoff;
   }
+  // Who is started again has another address.
+  absl::erase_if(peers_, [&](const auto& entry) {
+    const Peer& peer = *entry.second;
+    return peer.state == Peer::State::kLost && !peer.id.has_value() &&
+           now >= peer.retry_at + options_.max_backoff;
+  });
 }
 
 void KvSender::OnAnswer(const KvMessage& message, absl::Time now) {
@@ -350,12 +362,12 @@ void KvSender::SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range,
     const KvOffer offer = {.address = AddressOf(start),
                            .bytes = kKvHeaderBytes + static_cast<std::uint64_t>(bytes)};
     message.type = KvMessageType::kOffer;
-    SendKvText(fabric_, peer.id, message, {reinterpret_cast<const char*>(&offer), sizeof(offer)});
+    SendKvText(fabric_, *peer.id, message, {reinterpret_cast<const char*>(&offer), sizeof(offer)});
     return;
   }
   const absl::Span<const std::byte> span(start, kKvHeaderBytes + static_cast<std::size_t>(bytes));
   const absl::Status sent =
-      fabric_.Send(peer.id, Channel::kKv, {span},
+      fabric_.Send(*peer.id, Channel::kKv, {span},
                    [this, buffer](const absl::Status&) { free_buffers_.push_back(buffer); });
   CHECK_MSG(sent.ok(), std::string(sent.message()));
 }
@@ -433,6 +445,7 @@ void KvSender::AddTo(KvCounters& counters) const {
   counters.failed_peer += failed_peer_;
   counters.failed_rejected += failed_rejected_;
   counters.sending += static_cast<std::int32_t>(transfers_.size());
+  counters.peers += static_cast<std::int32_t>(peers_.size());
 }
 
 }  // namespace weft

@@ -1,14 +1,19 @@
 #include "tests/worker/group/fabric_checks.h"
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
+#include <iterator>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "fmt/format.h"
+#include "server/base/check.h"
 #include "tests/worker/group/collective_checks.h"
 
 namespace weft {
@@ -223,6 +228,66 @@ std::string CheckWake(RankContext& context) {
     waker.join();
   }
   return "";
+}
+
+namespace {
+
+// Whether `condition` came true, while the fabric makes progress.
+template <typename Condition>
+bool Await(Fabric& fabric, Condition condition) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    fabric.Wait(absl::Milliseconds(1));
+  }
+  return true;
+}
+
+std::size_t NumDescriptors() {
+  const std::filesystem::directory_iterator open("/proc/self/fd");
+  return static_cast<std::size_t>(std::distance(begin(open), end(open)));
+}
+
+}  // namespace
+
+std::string CheckDisconnect(const std::function<std::unique_ptr<Fabric>()>& make) {
+  const std::unique_ptr<Fabric> fabric = make();
+  const std::vector<std::byte> big(300000);
+  const absl::Span<const std::byte> span(big);
+  int ended = 0;
+  std::size_t descriptors = 0, bytes = 0;
+  for (int i = 1; i <= 120; ++i) {
+    std::unique_ptr<Fabric> other = make();
+    int received = 0;
+    other->Receive(Channel::kKv, [&](std::uint32_t, absl::Span<const std::byte>) { ++received; });
+    const PeerId peer = *fabric->Connect(other->LocalAddress(), 0);
+    if (static_cast<std::uint32_t>(peer) > 0) return "ids grow";
+    for (int j = 0; j <= i % 3; ++j, --ended) {
+      const auto count = [&](const absl::Status&) { ++ended; };
+      CHECK(fabric->Send(peer, Channel::kKv, {&span, 1}, count).ok());
+    }
+    const bool one = Await(*fabric, [&] {
+      other->Progress();
+      return received > 0;
+    });
+    if (!one) return fmt::format("nothing arrived at peer {}", i);
+    other = nullptr;
+    if (!Await(*fabric, [&] { return !fabric->PeerStatus(peer).ok(); })) return "nobody died";
+    fabric->Disconnect(peer);
+    if (!Await(*fabric, [&] { return ended == 0; })) {
+      return fmt::format("{} sends do not end", -ended);
+    }
+    if (i == 40) {
+      descriptors = NumDescriptors();
+      bytes = mallinfo2().uordblks;
+    }
+  }
+  if (!Await(*fabric, [&] { return NumDescriptors() <= descriptors; })) {
+    return fmt::format("{} descriptors; {} after 40 peers", NumDescriptors(), descriptors);
+  }
+  const std::size_t bytes_now = mallinfo2().uordblks;
+  if (bytes_now < bytes + (std::size_t{2} << 20)) return "";
+  return fmt::format("{} bytes; {} after 40 peers", bytes_now, bytes);
 }
 
 std::string CheckRefusals(RankContext& context) {

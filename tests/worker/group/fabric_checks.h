@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 
 #include "tests/worker/group/rank_processes.h"
@@ -15,6 +17,10 @@ std::string CheckOrder(RankContext& context, std::uint64_t seed, int num_message
 
 // Wake() from another thread ends a long Wait(), whether it comes before or during it.
 std::string CheckWake(RankContext& context);
+
+// A fabric whose peers are gone one after the other in the middle of messages, and are
+// disconnected, does not grow.
+std::string CheckDisconnect(const std::function<std::unique_ptr<Fabric>()>& make);
 
 // What Send() and Connect() refuse.
 std::string CheckRefusals(RankContext& context);

@@ -23,6 +23,10 @@ TEST(LocalFabricTest, MessagesOfASenderArriveInOrderOverAllChannels) {
 
 TEST(LocalFabricTest, WakeEndsAWait) { EXPECT_THAT(RunOnThreads(1, CheckWake), Each(IsEmpty())); }
 
+TEST(LocalFabricTest, DeadPeersThatAreDisconnectedLeaveNothingBehind) {
+  EXPECT_EQ(CheckDisconnect([] { return MakeLocalFabric("kv"); }), "");
+}
+
 TEST(LocalFabricTest, RefusesWhatItMust) {
   EXPECT_THAT(RunOnThreads(1, CheckRefusals), Each(IsEmpty()));
 }

@@ -193,6 +193,13 @@ TEST_P(UcxOverTest, ThreadsOfOneProcessHaveAFabricEach) {
   EXPECT_THAT(ranks.JoinAll(), Each(IsEmpty()));
 }
 
+TEST(UcxFabricTest, DeadPeersThatAreDisconnectedLeaveNothingBehind) {
+  RankProcesses ranks(1, [](RankContext&) {
+    return CheckDisconnect([] { return *MakeUcxFabric(UcxReach::kBetweenGroups); });
+  });
+  EXPECT_THAT(ranks.JoinAll(), Each(IsEmpty()));
+}
+
 std::set<std::string> SharedMemoryFiles() {
   std::set<std::string> names;
   DIR* const dir = opendir("/dev/shm");
