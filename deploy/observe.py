@@ -49,6 +49,8 @@ def main():
     parser.add_argument("--seconds", type=int, help="how long; default: until Ctrl-C")
     parser.add_argument("--pictures", type=pathlib.Path, metavar="DIR", help="at the end, draw the dashboards there")
     arguments = parser.parse_args()
+    if arguments.pictures:
+        arguments.pictures.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="weft-observe-") as folder:
         with LocalCluster(values_of(arguments.ranks), {"smollm2": arguments.model}, folder) as cluster:
