@@ -74,7 +74,7 @@ get_base() {
   command -v mmdebstrap >/dev/null || fail "$base cannot be pulled, and there is no mmdebstrap to make it"
   echo "image: making $base with mmdebstrap"
   local tar=build/docker/rootfs.tar
-  [ -e "$tar" ] || { mmdebstrap -q --variant=minbase --include=ca-certificates bookworm "$tar.new"; mv "$tar.new" "$tar"; }
+  [ -e "$tar" ] || { mmdebstrap -q --format=tar --variant=minbase --include=ca-certificates bookworm "$tar.new"; mv "$tar.new" "$tar"; }
   "$docker" import "$tar" "$base" >/dev/null
 }
 
