@@ -376,12 +376,9 @@ void KvSender::SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range,
 void KvSender::Wipe(int buffer) {
   const std::int64_t size = buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes);
   std::memset(staging_.data() + buffer * size, 0, kKvHeaderBytes);
-  // Before rows are packed there. ThreadSanitizer knows no fences; the reader is another process.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpragmas"
-#pragma GCC diagnostic ignored "-Wtsan"
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-#pragma GCC diagnostic pop
+#ifndef __SANITIZE_THREAD__  // gcc's refuses fences; the reader is another process
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // before rows are packed there
+#endif
 }
 
 void KvSender::Release(int buffer) {
