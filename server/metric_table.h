@@ -122,7 +122,8 @@ inline constexpr GaugeSpec kRankMemory = {"weft_rank_memory_bytes",
 
 inline constexpr CounterSpec kKvTransferBytes = {
     "weft_kv_transfer_bytes_total",
-    "KV exchanged with other groups, by rank and direction: sent, received"};
+    "KV exchanged with other groups, by rank, direction (sent, received) and rank of the other "
+    "group"};
 inline constexpr CounterSpec kKvTransferOverlappedBytes = {
     "weft_kv_transfer_overlapped_bytes_total",
     "KV sent while the prompt it is of was still being computed, by rank"};

@@ -2,6 +2,7 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace weft {
 namespace {
@@ -11,8 +12,15 @@ void ReadKvMover(const KvMover& mover, const std::string& rank, MetricReadings& 
   const auto set = [&](const auto& spec, std::int64_t value, const char* label, const char* is) {
     readings.Set(spec, static_cast<double>(value), {{"rank", rank}, {label, is}});
   };
-  set(metrics::kKvTransferBytes, counters.sent_bytes, "direction", "sent");
-  set(metrics::kKvTransferBytes, counters.received_bytes, "direction", "received");
+  const auto set_bytes = [&](const char* direction, std::vector<std::int64_t> by_peer) {
+    if (by_peer.empty()) by_peer.push_back(0);
+    for (std::size_t peer = 0; peer < by_peer.size(); ++peer) {
+      readings.Set(metrics::kKvTransferBytes, static_cast<double>(by_peer[peer]),
+                   {{"rank", rank}, {"direction", direction}, {"peer_rank", std::to_string(peer)}});
+    }
+  };
+  set_bytes("sent", counters.sent_to);
+  set_bytes("received", counters.received_from);
   set(metrics::kKvTransferInflight, counters.sending, "direction", "sent");
   set(metrics::kKvTransferInflight, counters.receiving, "direction", "received");
   set(metrics::kKvTransferFailed, counters.failed_peer, "reason", "peer");

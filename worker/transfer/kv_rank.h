@@ -42,8 +42,10 @@ struct KvMoverOptions {
 
 struct KvCounters {
   std::int64_t sent_bytes = 0;
+  std::vector<std::int64_t> sent_to;  // likewise, by the rank of the other group
   std::int64_t overlapped_bytes = 0;  // of these, sent while the request's prompt was computed
   std::int64_t received_bytes = 0;
+  std::vector<std::int64_t> received_from;
   std::int64_t read_bytes = 0;        // of these, out of the sender's memory
   std::int64_t dropped_messages = 0;  // of transfers that were not known any more
   std::int64_t failed_peer = 0;       // transfers: the peer was lost or refused

@@ -212,6 +212,9 @@ void KvReceiver::OnRows(const KvMessage& message, absl::Time now, std::vector<Kv
                 *peer->second.layout, message.range, message.payload);
   const auto bytes = static_cast<std::int64_t>(message.payload.size());
   received_bytes_ += bytes;
+  const auto from = static_cast<std::size_t>(peer->second.layout->rank());
+  received_from_.resize(std::max(received_from_.size(), from + 1));
+  received_from_[from] += bytes;
   transfer.bytes += bytes;
   transfer.bytes_left -= bytes;
   Answer(peer->second, KvMessageType::kTaken, message, "");
@@ -244,6 +247,7 @@ void KvReceiver::DropDeadPeers() {
 
 void KvReceiver::AddTo(KvCounters& counters) const {
   counters.received_bytes += received_bytes_;
+  counters.received_from = received_from_;
   counters.read_bytes += read_bytes_;
   counters.dropped_messages += dropped_messages_;
   counters.failed_rows += failed_;

@@ -79,6 +79,7 @@ class KvReceiver {
   absl::flat_hash_map<std::uint64_t, Peer> peers_;  // by connection
   std::vector<std::byte> scratch_;
   std::int64_t received_bytes_ = 0;
+  std::vector<std::int64_t> received_from_;  // KvCounters::received_from
   std::int64_t read_bytes_ = 0;
   std::int64_t dropped_messages_ = 0;
   std::int64_t failed_ = 0;

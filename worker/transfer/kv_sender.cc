@@ -332,14 +332,14 @@ bool KvSender::SendNext(Transfer& transfer, Route& route, absl::Time now) {
       next_send_ = std::max(now, next_send_) +
                    absl::Seconds(static_cast<double>(bytes) / options_.bandwidth_limit);
     }
-    SendRows(peer, transfer, range, buffer, bytes, now);
+    SendRows(peer, transfer, route, range, buffer, bytes, now);
     return true;
   }
   return false;
 }
 
-void KvSender::SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range, int buffer,
-                        std::int64_t bytes, absl::Time now) {
+void KvSender::SendRows(Peer& peer, Transfer& transfer, const Route& route, const KvRowRange& range,
+                        int buffer, std::int64_t bytes, absl::Time now) {
   const std::int64_t size = buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes);
   std::byte* const start = staging_.data() + buffer * size;
   KvMessage message = {.type = KvMessageType::kRows,
@@ -354,6 +354,8 @@ void KvSender::SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range,
   if (transfer.in_flight == 0) transfer.busy_since = now;
   transfer.in_flight += bytes;
   sent_bytes_ += bytes;
+  sent_to_.resize(std::max(sent_to_.size(), transfer.to.size()));
+  sent_to_[route.route.to_rank] += bytes;
   if (!transfer.computed) {
     overlapped_bytes_ += bytes;
     transfer.overlapped_bytes += bytes;
@@ -438,6 +440,7 @@ absl::Duration KvSender::IdleFor(absl::Time now) const {
 
 void KvSender::AddTo(KvCounters& counters) const {
   counters.sent_bytes += sent_bytes_;
+  counters.sent_to = sent_to_;
   counters.overlapped_bytes += overlapped_bytes_;
   counters.failed_peer += failed_peer_;
   counters.failed_rejected += failed_rejected_;

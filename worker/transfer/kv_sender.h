@@ -89,8 +89,8 @@ class KvSender {
   bool SendNext(Transfer& transfer, Route& route, absl::Time now);
   // Moves to the next rows that are there; false if there are none.
   bool Advance(const Transfer& transfer, Route& route) const;
-  void SendRows(Peer& peer, Transfer& transfer, const KvRowRange& range, int buffer,
-                std::int64_t bytes, absl::Time now);
+  void SendRows(Peer& peer, Transfer& transfer, const Route& route, const KvRowRange& range,
+                int buffer, std::int64_t bytes, absl::Time now);
   // Of offers.
   void Wipe(int buffer);
   void Release(int buffer);
@@ -107,6 +107,7 @@ class KvSender {
   absl::flat_hash_map<std::uint64_t, std::unique_ptr<Transfer>> transfers_;
   absl::flat_hash_map<std::string, std::unique_ptr<Peer>> peers_;  // by address
   std::int64_t sent_bytes_ = 0;
+  std::vector<std::int64_t> sent_to_;  // KvCounters::sent_to
   std::int64_t overlapped_bytes_ = 0;
   std::int64_t failed_peer_ = 0;
   std::int64_t failed_rejected_ = 0;

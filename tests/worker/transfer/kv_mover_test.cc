@@ -196,6 +196,16 @@ TEST(KvMoverTest, MovesAPromptBetweenAnyTwoLayouts) {
     EXPECT_EQ(to.kv.CountWrong(first, end), 0);
     EXPECT_EQ(to.kv.CountWrong(0, first, /*empty=*/true), 0);
     EXPECT_EQ(from.Counters().sent_bytes, to.Counters().received_bytes);
+    for (std::size_t r = 0; r < from.movers.size(); ++r) {
+      std::vector<std::int64_t> received(to.movers.size());
+      for (std::size_t s = 0; s < received.size(); ++s) {
+        const std::vector<std::int64_t> by_peer = to.movers[s]->counters().received_from;
+        if (r < by_peer.size()) received[s] = by_peer[r];
+      }
+      std::vector<std::int64_t> sent = from.movers[r]->counters().sent_to;
+      sent.resize(received.size());
+      EXPECT_EQ(sent, received) << "rank " << r;
+    }
     EXPECT_EQ(to.Counters().dropped_messages, 0);
   }
 }
