@@ -1,6 +1,6 @@
-// Two engines and the network between them, by seed: requests are handed over while messages are
-// late or lost, ranks fail, routers give up, clients leave. Every token has to be the right one,
-// and in the end every block is back.
+// Two engines and the network between them, by seed: requests are handed over, one way or both,
+// while messages are late or lost, ranks fail, routers give up, clients leave. Every token has to be
+// the right one, and in the end every block is back.
 #include <cstdint>
 #include <cstdlib>
 #include <deque>
@@ -214,6 +214,7 @@ struct Client {
   std::int32_t max_tokens = 0;
   std::vector<std::int32_t> tokens;
   std::optional<std::int32_t> first_token;
+  int decodes = 1;  // the group; the other one computes its prompt
   bool prefill_runs = false, prefill_failed = false, told = false;
   bool ended = false, cancelled = false;
   FinishReason finish = FinishReason::kNone;
@@ -222,13 +223,14 @@ struct Client {
 class Simulation {
  public:
   explicit Simulation(std::uint64_t seed) : random_(seed) {
-    prefill_ = std::make_unique<Group>(DrawOptions());
-    decode_ = std::make_unique<Group>(DrawOptions());
     faults_ = Draw(0, 2) > 0;
+    for (auto& group : groups_) group = std::make_unique<Group>(DrawOptions());
+    const bool both_ways = Draw(0, 1) == 1;
     const int num_clients = Draw(1, 8);
     for (int i = 0; i < num_clients; ++i) {
       Client client;
       client.max_tokens = Draw(1, 12);
+      if (both_ways) client.decodes = Draw(0, 1);
       for (int n = Draw(1, 40); n > 0; --n) client.prompt.push_back(Draw(0, kVocab - 1));
       clients_.push_back(client);
     }
@@ -238,13 +240,12 @@ class Simulation {
     for (int i = 0; i < 100000 && !Over(); ++i) {
       now_ += absl::Milliseconds(Draw(0, 4) == 0 ? Draw(0, 40) : 0);
       Act();
-      HandleEvents(*prefill_, true);
-      HandleEvents(*decode_, false);
+      for (const auto& group : groups_) HandleEvents(*group);
       if (::testing::Test::HasFailure()) return;
     }
     EXPECT_TRUE(Over()) << "hangs";
     for (std::size_t i = 0; i < clients_.size(); ++i) Check(i);
-    for (Group* group : {prefill_.get(), decode_.get()}) {
+    for (const auto& group : groups_) {
       const EngineStats stats = group->engine->Stats();
       EXPECT_EQ(stats.num_free_blocks, stats.num_blocks);
       EXPECT_EQ(stats.num_running + stats.num_waiting, 0);
@@ -268,10 +269,13 @@ class Simulation {
     options.vocab_size = kVocab;
     options.async_scheduling = Draw(0, 1) == 1;
     options.num_ranks = Draw(1, 3);
-    options.kv_lease = absl::Seconds(2);
+    // Without faults nobody waits for a lease to end.
+    options.kv_lease = faults_ ? absl::Seconds(2) : absl::InfiniteDuration();
     options.force_preemption_every = Draw(0, 3) == 0 ? Draw(2, 9) : 0;
     return options;
   }
+  Group& DecodeOf(std::size_t client) { return *groups_[clients_[client].decodes]; }
+  Group& PrefillOf(std::size_t client) { return *groups_[1 - clients_[client].decodes]; }
   static std::uint64_t TransferOf(std::size_t client) { return client + 1000; }
   EngineRequest RequestOf(std::size_t client) const {
     EngineRequest request;
@@ -284,17 +288,18 @@ class Simulation {
   }
 
   bool Over() const {
-    if (next_client_ < clients_.size() || !prefill_->queue.empty() || !decode_->queue.empty()) {
-      return false;
+    if (next_client_ < clients_.size()) return false;
+    for (const auto& group : groups_) {
+      if (!group->queue.empty() || group->engine->HasWork()) return false;
     }
     for (const Client& client : clients_) {
       if (!client.ended || client.prefill_runs) return false;
     }
-    return !prefill_->engine->HasWork() && !decode_->engine->HasWork();
+    return true;
   }
 
   void Act() {
-    Group& group = Draw(0, 1) == 0 ? *prefill_ : *decode_;
+    Group& group = *groups_[Draw(0, 1)];
     switch (Draw(0, 6)) {
       case 0:
         return group.Plan(now_);
@@ -303,7 +308,7 @@ class Simulation {
       case 2:
         return Report(group);
       case 3:
-        return SendSome();
+        return SendSome(group);
       case 4:
         return DeliverSome();
       case 5:
@@ -314,7 +319,7 @@ class Simulation {
     }
   }
   void Arrive() {
-    EXPECT_TRUE(decode_->engine->Add(RequestOf(next_client_), now_).ok());
+    EXPECT_TRUE(DecodeOf(next_client_).engine->Add(RequestOf(next_client_), now_).ok());
     ++next_client_;
   }
   void Report(Group& group) {
@@ -323,12 +328,12 @@ class Simulation {
     group.engine->OnKvReport(rank.front());
     rank.pop_front();
   }
-  void SendSome() {
-    auto& sends = prefill_->ranks.sends;
+  void SendSome(Group& group) {
+    auto& sends = group.ranks.sends;
     if (sends.empty()) return;
     const auto it = std::next(sends.begin(), Draw(0, static_cast<int>(sends.size()) - 1));
     if (it->second.failed || it->second.next == it->second.ready) return;
-    network_.push_back(prefill_->ranks.Take(it->first, Draw(1, 9)));
+    network_.push_back(group.ranks.Take(it->first, Draw(1, 9)));
   }
   void DeliverSome() {
     if (network_.empty()) return;
@@ -336,12 +341,14 @@ class Simulation {
     const Rows rows = std::move(network_[at]);
     network_.erase(network_.begin() + at);
     if (faults_ && Draw(0, 50) == 0) return;  // lost, and nobody hears of it
-    if (decode_->ranks.Store(rows)) return prefill_->ranks.Taken(rows);
+    const std::size_t client = rows.transfer - TransferOf(0);
+    Ranks& sender = PrefillOf(client).ranks;
+    if (DecodeOf(client).ranks.Store(rows)) return sender.Taken(rows);
     ++num_dropped_;
-    const auto send = prefill_->ranks.sends.find(rows.transfer);
-    if (send == prefill_->ranks.sends.end() || send->second.failed) return;
+    const auto send = sender.sends.find(rows.transfer);
+    if (send == sender.sends.end() || send->second.failed) return;
     send->second.failed = true;
-    prefill_->ranks.reports[0].push_back(
+    sender.reports[0].push_back(
         {.transfer = rows.transfer, .kind = KvReport::Kind::kFailed, .error = "given up"});
   }
   // Something goes wrong with a request.
@@ -352,26 +359,26 @@ class Simulation {
     switch (Draw(0, 3)) {
       case 0:  // its client leaves
         client.cancelled = true;
-        decode_->engine->Cancel(RequestId{i});
-        prefill_->engine->Cancel(RequestId{i});
+        DecodeOf(i).engine->Cancel(RequestId{i});
+        PrefillOf(i).engine->Cancel(RequestId{i});
         return;
       case 1:  // the prefill leg is lost: the router hears of it by its end
-        if (client.prefill_runs) prefill_->engine->Cancel(RequestId{i});
+        if (client.prefill_runs) PrefillOf(i).engine->Cancel(RequestId{i});
         return;
       case 2:
-        decode_->engine->OnKvReport(
+        DecodeOf(i).engine->OnKvReport(
             {.transfer = TransferOf(i), .kind = KvReport::Kind::kFailed, .error = "a rank fails"});
         return;
       default:
-        prefill_->engine->OnKvReport(
+        PrefillOf(i).engine->OnKvReport(
             {.transfer = TransferOf(i), .kind = KvReport::Kind::kFailed, .error = "a rank fails"});
     }
   }
 
-  void HandleEvents(Group& group, bool is_prefill) {
+  void HandleEvents(Group& group) {
     for (const TokenEvent& event : group.engine->TakeEvents()) {
       const auto i = static_cast<std::size_t>(event.id);
-      is_prefill ? OnPrefillEvent(i, event) : OnDecodeEvent(i, event);
+      &group == &PrefillOf(i) ? OnPrefillEvent(i, event) : OnDecodeEvent(i, event);
     }
   }
   void OnPrefillEvent(std::size_t i, const TokenEvent& event) {
@@ -381,16 +388,16 @@ class Simulation {
       Append(client, event);
       if (event.finish != FinishReason::kNone) {
         client.finish = event.finish;
-        decode_->engine->Cancel(event.id);
+        DecodeOf(i).engine->Cancel(event.id);
       } else {
-        decode_->engine->ContinueKv(event.id, event.token_id, "");
+        DecodeOf(i).engine->ContinueKv(event.id, event.token_id, "");
       }
     }
     if (event.finish == FinishReason::kNone) return;
     client.prefill_runs = false;
     num_handed_ += event.finish == FinishReason::kHandedOff;
     if (event.finish == FinishReason::kHandedOff || client.finish != FinishReason::kNone) return;
-    decode_->engine->ContinueKv(event.id, client.first_token, "the prefill group failed");
+    DecodeOf(i).engine->ContinueKv(event.id, client.first_token, "the prefill group failed");
   }
   void OnDecodeEvent(std::size_t i, const TokenEvent& event) {
     Client& client = clients_[i];
@@ -398,18 +405,18 @@ class Simulation {
       EngineRequest request = RequestOf(i);
       request.kv_target = std::make_shared<const std::string>("there");
       request.kv_first_position = event.kv_reserved->first_position;
-      EXPECT_TRUE(prefill_->engine->Add(std::move(request), now_).ok());
+      EXPECT_TRUE(PrefillOf(i).engine->Add(std::move(request), now_).ok());
       client.prefill_runs = true;
     }
     if (!event.kv_failure.empty()) {
       ++num_recomputed_;
-      if (client.prefill_runs) prefill_->engine->Cancel(event.id);
+      if (client.prefill_runs) PrefillOf(i).engine->Cancel(event.id);
     }
     if (event.token_id.has_value()) Append(client, event);
     if (event.finish == FinishReason::kNone) return;
     client.ended = true;
     if (client.finish == FinishReason::kNone) client.finish = event.finish;
-    if (client.prefill_runs) prefill_->engine->Cancel(event.id);
+    if (client.prefill_runs) PrefillOf(i).engine->Cancel(event.id);
   }
   void Append(Client& client, const TokenEvent& event) {
     const auto known = static_cast<std::int32_t>(client.tokens.size());
@@ -431,7 +438,7 @@ class Simulation {
 
   std::mt19937_64 random_;
   absl::Time now_ = absl::UnixEpoch();
-  std::unique_ptr<Group> prefill_, decode_;
+  std::unique_ptr<Group> groups_[2];
   bool faults_ = false;
   std::vector<Client> clients_;
   std::size_t next_client_ = 0;
