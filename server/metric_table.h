@@ -189,6 +189,9 @@ inline constexpr GaugeSpec kRouterGroupsReady = {"weft_router_groups_ready",
 
 // --- Routers and leaders.
 
+inline constexpr GaugeSpec kDrainDeadline = {"weft_drain_deadline_timestamp_seconds",
+                                             "Until when a process that was told to end finishes "
+                                             "what it has; Unix time, 0 before it is told"};
 inline constexpr GaugeSpec kStreamBufferBytes = {
     "weft_stream_buffer_bytes", "What waits in this process for slow readers of token streams"};
 

@@ -150,6 +150,10 @@ ROUTER = ("weft-router", "Weft / router", "What routers do with requests: where 
          [(f"weft_router_groups_ready{{{MODEL}}}", "{{instance}}")]),
         ("Retries and replays", "ops", "Placed again: the group could not take it; the group was lost and another one goes on",
          [(rate("weft_router_retries_total"), "retries"), (rate("weft_router_replays_total"), "replays")]),
+        ("Drains", "none", "Routers and leaders that finish what they have, and those whose time for it is over",
+         [(f"sum(weft_drain_deadline_timestamp_seconds{{{MODEL}}} > bool 0)", "draining"),
+          (f"sum((weft_drain_deadline_timestamp_seconds{{{MODEL}}} > bool 0) "
+           f"* (weft_drain_deadline_timestamp_seconds{{{MODEL}}} < bool time()))", "overdue")]),
         ("Groups that are asked last", "none", "At 1 for a router: the group's streams failed too often, and it is tried now and then",
          [(f"max by (group) (weft_router_breaker_open{{{MODEL}}})", "{{group}}")]),
         ("Prompt tokens that are cached", "percentunit", "In the group that was chosen, as far as the router knew",

@@ -22,6 +22,7 @@ METRICS = {name: kind.lower() for kind, name in
            re.findall(r'(Counter|Gauge|Histogram)Spec k\w+ = \{\s*"(weft_\w+)"', TABLE)}
 # Those that only a test of a part of a process moves, and which.
 MOVED_ELSEWHERE = {
+    "weft_drain_deadline_timestamp_seconds": "tests/e2e/test_metrics.py",
     "weft_router_breaker_open": "tests/router/breaker_test.cc",
     "weft_router_queued_requests": "tests/router/router_metrics_test.cc",
     "weft_router_cached_prompt_tokens_total": "tests/router/router_test.cc",
@@ -277,6 +278,29 @@ def test_a_port_in_use_is_one_clear_line():
                               f"--metrics-port={port}"], env=ENV, capture_output=True, text=True, timeout=60)
         assert out.returncode == 78, out.stderr
         assert f"cannot serve metrics on 127.0.0.1:{port}: Address already in use" in out.stderr
+
+
+@pytest.mark.parametrize("who", ["router", "leader"])
+def test_a_drain_tells_its_deadline(who):
+    """While what it has lasts longer than the drain may."""
+    with Cluster(ROOT / "tests/data/llama_mqa", "-tp", 2, "-dcp", 2, "--max-num-seqs=1", "--drain-timeout=5s") as running:
+        info = json.loads(subprocess.run([BIN / "weft", "status", "--address", running.address, "--format=json"],
+                                         env=ENV, capture_output=True, text=True, check=True).stdout)
+        wait_until(lambda: len(running.status()["ranks"]) == 2, 10, "both ranks told")
+        leader = running.status()["ranks"][0]
+        address = info["metrics_address"] if who == "router" else leader["metrics_address"]
+        assert value(address, "weft_drain_deadline_timestamp_seconds") == 0
+        load = subprocess.Popen([BIN / "weft", "bench", "--address", running.address, "--random-input-len=8",
+                                 "--random-output-len=300", "--num-prompts=2000"], env=ENV, stdout=subprocess.DEVNULL,
+                                stderr=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: value(leader["metrics_address"], "weft_num_requests_waiting") > 500, 20, "a queue")
+            os.kill(running.process.pid if who == "router" else int(leader["pid"]), signal.SIGTERM)
+            told = wait_until(lambda: value(address, "weft_drain_deadline_timestamp_seconds"), 4, "a deadline")
+            assert 0 < told - time.time() <= 6
+        finally:
+            load.terminate()
+            load.wait(30)
 
 
 def test_metrics_can_be_off():
