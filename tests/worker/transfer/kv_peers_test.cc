@@ -188,7 +188,8 @@ TEST_F(KvPeersTest, AMoverThatEndsKeepsWhatIsBeingSent) {
   std::vector<std::byte> read;
   fabric.bytes_read = &read;
   {
-    KvMover mover(std::move(made), rank_, {}, [](const KvReport&) {});
+    // So long that it shares no memory with the cache: it is unmapped when it is freed.
+    KvMover mover(std::move(made), rank_, {.staging_bytes = 64 << 20}, [](const KvReport&) {});
     plan_.kv_ops = SendAll(1, "there");
     mover.OnStepBegin(plan_, slots_);
     mover.OnLayerStored(0);
