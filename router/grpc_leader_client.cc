@@ -130,7 +130,9 @@ class GrpcLeaderClient final : public LeaderClient {
 
 std::unique_ptr<LeaderClient> NewGrpcLeaderClient(const std::string& address,
                                                   const GrpcChannelOptions& options) {
-  return std::make_unique<GrpcLeaderClient>(address, options);
+  GrpcChannelOptions own = options;
+  own.retries = false;  // the router replays
+  return std::make_unique<GrpcLeaderClient>(address, own);
 }
 
 }  // namespace weft

@@ -224,9 +224,7 @@ std::shared_ptr<grpc::Channel> NewGrpcChannel(const std::string& address,
   // A pod that starts again has another address under the same name; the default is 30 s.
   arguments.SetInt(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, 1000);
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  // Who calls decides what is sent again. And with gRPC 1.51 a call that is cancelled while gRPC
-  // sends it again, its server being gone, may never end (router_storm_test).
-  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, options.retries ? 1 : 0);
   // A channel of its own, so that a lost group's backoff is not another channel's.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> interceptors;

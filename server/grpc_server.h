@@ -48,6 +48,10 @@ struct GrpcChannelOptions {
   // Of NewClientCredentials(). Null, or a unix-abstract address: no TLS.
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   std::string bearer_token;  // goes with each call; empty: none
+  // gRPC sends a call again that its server never saw, as when it closes an old connection. With
+  // gRPC 1.51 one that is cancelled meanwhile, its server being gone, may never end
+  // (router_storm_test): not for who cancels calls, waits for their ends and sends again itself.
+  bool retries = true;
 };
 
 // A running gRPC server with reflection and grpc.health.v1, where the service "" is liveness and

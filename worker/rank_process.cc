@@ -372,6 +372,7 @@ absl::StatusOr<std::string> ReadJoinSecret(const RankProcessOptions& options) {
 
 absl::StatusOr<GrpcChannelOptions> JoinChannelOptions(const RankProcessOptions& options) {
   GrpcChannelOptions channel;
+  channel.retries = false;  // who leaves waits for the end of its calls
   ASSIGN_OR_RETURN(channel.credentials, NewClientCredentials(options.tls));
   ASSIGN_OR_RETURN(channel.bearer_token, ReadJoinSecret(options));
   return channel;
