@@ -164,6 +164,8 @@ Result RunFault(Fault fault, Order order, std::uint64_t seed = 3) {
   return RunKernel(KernelOf(fault), fault, order, seed);
 }
 
+#if !defined(__SANITIZE_THREAD__)
+
 // How many of the orders show the fault, and what was said first.
 struct Caught {
   int orders = 0;
@@ -180,8 +182,6 @@ Caught CatchInAllOrders(Fault fault) {
   }
   return caught;
 }
-
-#if !defined(__SANITIZE_THREAD__)
 
 TEST(PlantedFaultsTest, NoFaultPassesInEveryOrder) {
   for (const Order order : kOrders) {
