@@ -10,6 +10,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=${WEFT_BIN_DIR:-$PWD/build/bin}
+. scripts/serve.sh
 rounds=1 sessions=8 turns=8 prefix=2048 session=1024 turn=16 output=64 budget=
 while (($# > 1)); do
   case $1 in
@@ -45,16 +46,8 @@ trap 'stop; rm -rf "$work"' EXIT
 
 # measure N ROUND
 measure() {
-  local log=$work/log address
-  "$bin/weft" serve "$model" --skip-tokenizer-init -tp 2 -dcp "$1" --host=127.0.0.1 --port=0 --metrics-port=-1 \
-    --block-size="$block" \
-    --kv-cache-memory-bytes=$((budget * block * kv_bytes_per_token)) --kv-cache-dtype=float16 2>"$log" &
-  server=$!
-  until grep -q "is ready on" "$log"; do
-    kill -0 "$server" 2>/dev/null || { cat "$log" >&2; exit 1; }
-    sleep 0.2
-  done
-  address=$(sed -n 's/.*listening on \([^ ]*\).*/\1/p' "$log" | head -n 1)
+  serve "$work/log" "$model" --skip-tokenizer-init -tp 2 -dcp "$1" --block-size="$block" \
+    --kv-cache-memory-bytes=$((budget * block * kv_bytes_per_token)) --kv-cache-dtype=float16
   "$bin/weft" bench --address "$address" --format=json --num-prompts=10 --random-input-len=32 \
     --random-output-len=32 --max-concurrency=1 --num-warmups=3 >"$work/short.$1.$2.json"
   "$bin/weft" bench --address "$address" --format=json --dataset=agentic --agentic-sessions="$sessions" \

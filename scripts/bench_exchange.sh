@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=${WEFT_BIN_DIR:-$PWD/build/bin}
+. scripts/serve.sh
 rounds=5 clients="1 8 32" layouts="2/2 4/4" model=models/smollm2-135m-instruct
 while (($# > 1)); do
   case $1 in
@@ -27,25 +28,20 @@ stop() {
 }
 trap 'stop; rm -rf "$work"' EXIT
 
-# serve LAYOUT EXCHANGE: prints nothing; the address is in $work/EXCHANGE.address
-serve() {
-  "$bin/weft" serve "$model" -tp "${1%/*}" -dcp "${1#*/}" --dcp-comm-backend="$2" --host=127.0.0.1 --port=0 \
-    --metrics-port=-1 --max-model-len=2K 2>"$work/$2.log" &
-  servers+=($!)
-  until grep -q "is ready on" "$work/$2.log"; do
-    kill -0 "${servers[-1]}" 2>/dev/null || { cat "$work/$2.log" >&2; exit 1; }
-    sleep 0.2
-  done
-  sed -n 's/.*listening on \([^ ]*\).*/\1/p' "$work/$2.log" | head -n 1 >"$work/$2.address"
-}
+declare -A addresses # by exchange
 
 for layout in $layouts; do
   # An idle group takes no time from the one that is measured.
-  for exchange in ag_rs a2a; do serve "$layout" "$exchange"; done
+  for exchange in ag_rs a2a; do
+    serve "$work/$exchange.log" "$model" -tp "${layout%/*}" -dcp "${layout#*/}" --dcp-comm-backend="$exchange" \
+      --max-model-len=2K
+    servers+=("$server")
+    addresses[$exchange]=$address
+  done
   for ((round = 1; round <= rounds; ++round)); do
     for c in $clients; do
       for exchange in ag_rs a2a; do
-        "$bin/weft" bench --address "$(<"$work/$exchange.address")" --format=json --random-input-len=128 \
+        "$bin/weft" bench --address "${addresses[$exchange]}" --format=json --random-input-len=128 \
           --random-output-len=64 --num-prompts=$((2 * c)) --max-concurrency="$c" \
           >"$work/${layout/\//-}.$c.$exchange.$round.json"
       done

@@ -6,20 +6,15 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=${WEFT_BIN_DIR:-$PWD/build/bin}
+. scripts/serve.sh
 rounds=${1:-5}
 readonly running=8 waiting=4 queued=4
 readonly capacity=$((running + waiting + queued))
 
 work=$(mktemp -d)
-"$bin/weft" serve models/smollm2-135m-instruct --host=127.0.0.1 --port=0 --metrics-port=-1 --max-model-len=1K \
-  --max-num-seqs=$running --max-num-waiting=$waiting --max-queued-requests=$queued 2>"$work/log" &
-server=$!
 trap 'kill "$server" 2>/dev/null; wait "$server" 2>/dev/null; rm -rf "$work"' EXIT
-until grep -q "is ready on" "$work/log"; do
-  kill -0 "$server" 2>/dev/null || { cat "$work/log" >&2; exit 1; }
-  sleep 0.2
-done
-address=$(sed -n 's/.*listening on \([^ ]*\).*/\1/p' "$work/log" | head -n 1)
+serve "$work/log" models/smollm2-135m-instruct --max-model-len=1K --max-num-seqs=$running --max-num-waiting=$waiting \
+  --max-queued-requests=$queued
 
 # Prompts of its own for each burst: nothing of them is cached.
 run() {

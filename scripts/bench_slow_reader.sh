@@ -5,15 +5,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=${WEFT_BIN_DIR:-$PWD/build/bin}
+. scripts/serve.sh
 
 log=$(mktemp)
-"$bin/weft" serve models/smollm2-135m-instruct -tp 2 -dcp 2 --host=127.0.0.1 --port=0 --metrics-port=-1 \
-  --max-num-seqs=128 --max-num-batched-tokens=512 --max-model-len=2K 2>"$log" &
-server=$!
 trap 'kill "$server" 2>/dev/null; wait "$server" 2>/dev/null; rm -f "$log"' EXIT
-until grep -q "is ready on" "$log"; do
-  kill -0 "$server" 2>/dev/null || { cat "$log" >&2; exit 1; }
-  sleep 0.2
-done
-address=$(sed -n 's/.*listening on \([^ ]*\).*/\1/p' "$log" | head -n 1)
+serve "$log" models/smollm2-135m-instruct -tp 2 -dcp 2 --max-num-seqs=128 --max-num-batched-tokens=512 --max-model-len=2K
 "$bin/slow_reader_bench" --address "$address" --clients 100 --long-len 2000 "$@"
