@@ -185,7 +185,8 @@ class RelayedStream final {
 class RelayService final
     : public v1::Inference::WithRawCallbackMethod_Generate<v1::Inference::Service> {
  public:
-  explicit RelayService(const std::string& leader) : stub_(NewGrpcChannel(leader, {})) {}
+  explicit RelayService(const std::string& leader)
+      : stub_(NewGrpcChannel(leader, {.retries = false})) {}
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext*,
                                                        const grpc::ByteBuffer*) override {
     static const grpc::ByteBuffer request = ToBuffer(v1::WorkerGenerateRequest());
