@@ -140,6 +140,17 @@ dim3 GridOfRows(std::int32_t num_rows, std::int32_t size, int pack) {
               static_cast<unsigned>((size + per_block - 1) / per_block));
 }
 
+// The kernel of packs where `in` and p.out are aligned for them, else that of single values.
+template <auto kPacked, auto kSingle, typename T, typename Params>
+absl::Status LaunchOverRows(const char* name, const T* in, const Params& p, CudaStream& stream) {
+  if (p.num_rows == 0 || p.size == 0) return absl::OkStatus();
+  if (PacksFit(in, p.size, 0) && PacksFit(p.out, p.size, 0)) {
+    return Launch<kPacked>(name, GridOfRows(p.num_rows, p.size, kPackOf<T>), kThreads, 0,
+                           stream.handle(), p);
+  }
+  return Launch<kSingle>(name, GridOfRows(p.num_rows, p.size, 1), kThreads, 0, stream.handle(), p);
+}
+
 }  // namespace
 
 template <typename T>
@@ -178,26 +189,14 @@ absl::Status Rope(const RopeParams<T>& params, CudaStream& stream) {
 
 template <typename T>
 absl::Status SiluMul(const SiluMulParams<T>& p, CudaStream& stream) {
-  if (p.num_rows == 0 || p.size == 0) return absl::OkStatus();
-  constexpr int kPack = kPackOf<T>;
-  if (PacksFit(p.gate_up, p.size, 0) && PacksFit(p.out, p.size, 0)) {
-    return Launch<SiluMulKernel<T, kPack>>("SiluMul", GridOfRows(p.num_rows, p.size, kPack),
-                                           kThreads, 0, stream.handle(), p);
-  }
-  return Launch<SiluMulKernel<T, 1>>("SiluMul", GridOfRows(p.num_rows, p.size, 1), kThreads, 0,
-                                     stream.handle(), p);
+  return LaunchOverRows<SiluMulKernel<T, kPackOf<T>>, SiluMulKernel<T, 1>>("SiluMul", p.gate_up, p,
+                                                                           stream);
 }
 
 template <typename T>
 absl::Status GatherRows(const GatherRowsParams<T>& p, CudaStream& stream) {
-  if (p.num_rows == 0 || p.size == 0) return absl::OkStatus();
-  constexpr int kPack = kPackOf<T>;
-  if (PacksFit(p.in, p.size, 0) && PacksFit(p.out, p.size, 0)) {
-    return Launch<GatherRowsKernel<T, kPack>>("GatherRows", GridOfRows(p.num_rows, p.size, kPack),
-                                              kThreads, 0, stream.handle(), p);
-  }
-  return Launch<GatherRowsKernel<T, 1>>("GatherRows", GridOfRows(p.num_rows, p.size, 1), kThreads,
-                                        0, stream.handle(), p);
+  return LaunchOverRows<GatherRowsKernel<T, kPackOf<T>>, GatherRowsKernel<T, 1>>("GatherRows", p.in,
+                                                                                 p, stream);
 }
 
 #define WEFT_INSTANTIATE(T)                                               \

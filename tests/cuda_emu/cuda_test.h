@@ -12,15 +12,14 @@
 #include "kernels/cuda/stream.h"
 #include "kernels/cuda/types.h"
 #include "kernels/device/stream.h"
+#include "tests/kernels/kernel_test.h"
 
 // CUDA kernels against the CPU's, which are the oracle: in fp32, of inputs rounded as the GPU's
 // are.
 
 namespace weft::kernels::cuda {
 
-using Rng = std::mt19937_64;
-
-// Seeds that a property test draws: fewer where each costs many times as much.
+// As kernels::NumSeeds(), of which an emulated GPU takes other shares.
 constexpr std::uint64_t NumSeeds(std::uint64_t seeds) {
 #if defined(__SANITIZE_THREAD__)
   return (seeds + 9) / 10;
@@ -29,17 +28,6 @@ constexpr std::uint64_t NumSeeds(std::uint64_t seeds) {
 #else
   return seeds;
 #endif
-}
-
-inline std::int32_t RandomInt(Rng& rng, std::int32_t low, std::int32_t high) {
-  return std::uniform_int_distribution<std::int32_t>(low, high)(rng);
-}
-
-inline std::vector<float> RandomFloats(Rng& rng, std::int64_t count, float scale = 1.0F) {
-  std::normal_distribution<float> normal(0.0F, scale);
-  std::vector<float> values(static_cast<std::size_t>(count));
-  for (float& value : values) value = normal(rng);
-  return values;
 }
 
 // What a T can hold, relative to a value: half of its last place.
