@@ -4,24 +4,10 @@
 #include "fmt/format.h"
 #include "google/protobuf/util/json_util.h"
 #include "grpcpp/client_context.h"
+#include "server/base/format_bytes.h"
 #include "server/grpc_status.h"
 
 namespace weft {
-namespace {
-
-std::string FormatBytes(std::uint64_t bytes) {
-  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  double value = static_cast<double>(bytes);
-  int unit = 0;
-  while (value >= 1024 && unit < 4) {
-    value /= 1024;
-    ++unit;
-  }
-  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, kUnits[unit]);
-}
-
-}  // namespace
-
 absl::StatusOr<v1::GetServerInfoResponse> FetchServerInfo(v1::Inference::Stub& stub,
                                                           absl::Duration timeout) {
   grpc::ClientContext context;

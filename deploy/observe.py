@@ -15,9 +15,8 @@ from local_cluster import BIN, ROOT, LocalCluster, Prometheus
 
 def values_of(ranks):
     """Two groups that share a cache by position, one of which is handed long prompts by a third."""
-    options = {"tensor-parallel-size": ranks, "decode-context-parallel-size": ranks, "threads-per-rank": 1,
-               "kv-cache-memory-bytes": "64MiB"}
     alone = {"threads-per-rank": 1, "kv-cache-memory-bytes": "64MiB"}
+    options = {"tensor-parallel-size": ranks, "decode-context-parallel-size": ranks, **alone}
     return {"models": [{"name": "smollm2", "volume": {"hostPath": {"path": "/unused"}}}],
             "router": {"options": {"pd-min-prefill-tokens": 64}},
             "groups": [{"name": "a", "model": "smollm2", "role": "decode", "options": options},

@@ -56,9 +56,10 @@ absl::StatusOr<std::unique_ptr<DnsGroups>> DnsGroups::Start(
     const std::string target = name ? group.substr(kPrefix.size()) : group;
     const absl::Status valid = CheckGrpcAddress(target, 1);
     if (!valid.ok() || (name && target.starts_with(kUnixAbstract))) {
-      return absl::InvalidArgumentError(fmt::format(
-          "--groups: {} is neither HOST:PORT with a port of 1 to 65535, nor {}NAME, nor {}HOST:PORT",
-          Quoted(group), kUnixAbstract, kPrefix));
+      return absl::InvalidArgumentError(
+          fmt::format("--groups: {} is neither HOST:PORT with a port of 1 to 65535, nor {}NAME, "
+                      "nor {}HOST:PORT",
+                      Quoted(group), kUnixAbstract, kPrefix));
     }
     if (!name) {
       entries.push_back({.addresses = {group}});

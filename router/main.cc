@@ -226,10 +226,7 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   std::optional<Ticker> reload;
   if (tenants != nullptr) reload.emplace(kReloadInterval, [&tenants] { tenants->Reload(); });
   const auto reader = metrics.Read(cluster, text_pool);
-  std::atomic<std::int64_t> drain_deadline{0};
-  const auto drain_reader = metric_registry.AddReader([&](MetricReadings& readings) {
-    readings.Set(metrics::kDrainDeadline, static_cast<double>(drain_deadline));
-  });
+  prometheus::Gauge& drain_deadline = metric_registry.Get(metrics::kDrainDeadline);
   ASSIGN_OR_RETURN(const std::unique_ptr<MetricsServer> metrics_server,
                    MetricsServer::Start(flags.metrics, kDefaultMetricsPort, metric_registry));
   if (metrics_server != nullptr) context.metrics_address = metrics_server->address();
@@ -260,7 +257,7 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   }
   spdlog::info("stopping: requests in flight have {}", absl::FormatDuration(flags.drain_timeout));
   server->SetServing(v1::Inference::service_full_name(), false);
-  drain_deadline = absl::ToUnixSeconds(absl::Now() + flags.drain_timeout);
+  drain_deadline.Set(static_cast<double>(absl::ToUnixSeconds(absl::Now() + flags.drain_timeout)));
   service.Drain(flags.drain_timeout);
   server->Shutdown(kLastCalls);
   return absl::OkStatus();

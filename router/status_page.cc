@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "fmt/format.h"
+#include "server/base/format_bytes.h"
 
 namespace weft {
 namespace {
@@ -55,12 +56,6 @@ double Share(std::int64_t part, std::int64_t whole) {
          static_cast<double>(whole);
 }
 
-std::string Bytes(std::int64_t bytes) {
-  const bool small = bytes < 1 << 20;
-  return fmt::format("{:.1f} {}", static_cast<double>(bytes) / (small ? 1 << 10 : 1 << 20),
-                     small ? "KiB" : "MiB");
-}
-
 // The KV of a sequence is spread evenly over the ranks: each is as full as the pool.
 void AddRanks(const v1::GroupInfo& group, std::string& page) {
   const std::int64_t used = group.num_blocks() - group.num_free_blocks();
@@ -74,8 +69,10 @@ void AddRanks(const v1::GroupInfo& group, std::string& page) {
         "<div style=\"width:{:.1f}%\"></div></div></td><td class=n>{:.1f} %</td>"
         "<td class=n>{}</td><td class=n>{}</td><td class=n>{}</td><td class=n>{}</td><td>{}</td>"
         "</tr>\n",
-        rank.rank(), share, share, share, Bytes(rank.kv_bytes()), Bytes(rank.weight_bytes()),
-        Bytes(rank.workspace_bytes()), rank.pid(), Escaped(rank.metrics_address()));
+        rank.rank(), share, share, share, FormatBytes(static_cast<std::uint64_t>(rank.kv_bytes())),
+        FormatBytes(static_cast<std::uint64_t>(rank.weight_bytes())),
+        FormatBytes(static_cast<std::uint64_t>(rank.workspace_bytes())), rank.pid(),
+        Escaped(rank.metrics_address()));
   }
   page += "</table>\n";
 }

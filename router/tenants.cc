@@ -114,8 +114,8 @@ absl::StatusOr<std::unique_ptr<Tenant::Place>> Tenant::StartRequest(absl::Time n
                                                                     std::int32_t priority) {
   MutexLock lock(mutex_);
   if (priority < limits_.min_priority) {
-    return absl::InvalidArgumentError(fmt::format("priority is {}; this tenant may ask for {} and up",
-                                                  priority, limits_.min_priority));
+    return absl::InvalidArgumentError(fmt::format(
+        "priority is {}; this tenant may ask for {} and up", priority, limits_.min_priority));
   }
   if (limits_.max_concurrent_requests > 0 && num_requests_ >= limits_.max_concurrent_requests) {
     return WithReason(
@@ -248,8 +248,9 @@ absl::StatusOr<std::vector<Tenants::Entry>> Tenants::Parse(const std::string& pa
                                kMaxNameBytes));
     }
     Entry entry = {.name = tenant["name"]};
-    absl::Status status = CheckFields(tenant, {"name", "api_keys", "max_concurrent_requests",
-                                               "tokens_per_minute", "burst_tokens", "min_priority"});
+    absl::Status status =
+        CheckFields(tenant, {"name", "api_keys", "max_concurrent_requests", "tokens_per_minute",
+                             "burst_tokens", "min_priority"});
     const absl::StatusOr<TenantLimits> limits = ReadLimits(tenant);
     absl::StatusOr<std::vector<SecretDigest>> keys = ReadKeys(tenant);
     status.Update(limits.status());

@@ -118,8 +118,8 @@ void GroupFlags::AddTo(OptionParser& parser) {
   parser.Add("--max-num-seqs", &max_num_seqs, "Sequences in one step", Range(1, kMaxRows));
   parser.Add("--max-num-batched-tokens", &max_num_batched_tokens, "Tokens in one step",
              Range(1, kMaxRows));
-  parser.Add("--max-num-waiting", &max_num_waiting, "Requests that a group takes beside --max-num-seqs",
-             Range(1, kMaxWaiting));
+  parser.Add("--max-num-waiting", &max_num_waiting,
+             "Requests that a group takes beside --max-num-seqs", Range(1, kMaxWaiting));
   parser.Add("--speculative-config", &speculative_config, "Refused: tokens are not drafted");
   parser.Add("--async-scheduling", &async_scheduling, "Plan a step while the one before runs");
   parser.Add("--enable-prefix-caching", &enable_prefix_caching,

@@ -12,9 +12,8 @@ absl::Status CheckGrpcAddress(const std::string& address, int min_port) {
   if (address.starts_with(kUnixAbstract)) {
     const std::size_t size = address.size() - kUnixAbstract.size();
     if (size > 0 && size <= 100) return {};
-    return absl::InvalidArgumentError(
-        fmt::format("address {}: the name after {} has 1 to 100 bytes", Quoted(address),
-                    kUnixAbstract));
+    return absl::InvalidArgumentError(fmt::format(
+        "address {}: the name after {} has 1 to 100 bytes", Quoted(address), kUnixAbstract));
   }
   const std::size_t colon = address.rfind(':');
   const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);

@@ -3,12 +3,12 @@
 #include <unistd.h>
 
 #include <optional>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "fmt/format.h"
 #include "kernels/device/cpu_target.h"
+#include "server/base/draw.h"
 #include "server/base/log.h"
 #include "server/base/output.h"
 #include "server/base/status_macros.h"
@@ -108,7 +108,7 @@ int Supervise(const Flags& flags, const OptionParser& parser, TerminationSignals
               SupervisorLink& link) {
   const std::int32_t num_ranks = flags.tensor_parallel_size;
   const std::string join_address =
-      fmt::format("unix-abstract:weft-join-{}-{:08x}", getpid(), std::random_device{}());
+      fmt::format("unix-abstract:weft-join-{}-{:016x}", getpid(), DrawUint64());
   const std::vector<std::string> common = GroupFlags::Arguments(parser);
   GroupSpec group{.name = "group"};
   for (std::int32_t rank = 0; rank < num_ranks; ++rank) {

@@ -433,16 +433,14 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
   Leader leader(*std::move(engine), options.group.max_num_waiting, &metrics);
   const auto reader = ReadLeader(process.registry(), leader, process.model().layout,
                                  [&service] { return service.calls().stream_buffer_bytes(); });
-  std::atomic<std::int64_t> drain_deadline{0};
-  const auto drain_reader = process.registry().AddReader([&](MetricReadings& readings) {
-    readings.Set(metrics::kDrainDeadline, static_cast<double>(drain_deadline));
-  });
+  prometheus::Gauge& drain_deadline = process.registry().Get(metrics::kDrainDeadline);
   // SIGTERM: no new requests, finish those that run, then leave; followers leave with us.
   std::promise<void> drained;
   signals.OnSignal([&] {
     spdlog::info("draining {} requests", leader.num_requests());
     (*server)->SetServing("weft.v1.Worker", false);
-    drain_deadline = absl::ToUnixSeconds(absl::Now() + options.drain_timeout);
+    drain_deadline.Set(
+        static_cast<double>(absl::ToUnixSeconds(absl::Now() + options.drain_timeout)));
     service.StartDrain();
     const auto deadline = std::chrono::steady_clock::now() + ToBoundedChrono(options.drain_timeout);
     // A reader may take longer than its request.

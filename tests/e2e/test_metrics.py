@@ -119,6 +119,15 @@ def start(cluster, *flags):
         env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
+def metrics_addresses(cluster):
+    """[router, rank 0, rank 1], of a group of two."""
+    out = subprocess.run([BIN / "weft", "status", "--address", cluster.address, "--format=json"],
+                         env=ENV, capture_output=True, text=True, check=True)
+    info = json.loads(out.stdout)
+    wait_until(lambda: len(cluster.status()["ranks"]) == 2, 10, "both ranks told")
+    return [info["metrics_address"]] + [rank["metrics_address"] for rank in cluster.status()["ranks"]]
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """Two places, so that most requests wait and the queue lasts for some scrapes."""
@@ -130,11 +139,7 @@ def cluster():
 @pytest.fixture(scope="module")
 def targets(cluster):
     """[router, rank 0, rank 1], as `weft status` tells."""
-    out = subprocess.run([BIN / "weft", "status", "--address", cluster.address, "--format=json"],
-                         env=ENV, capture_output=True, text=True, check=True)
-    info = json.loads(out.stdout)
-    wait_until(lambda: len(cluster.status()["ranks"]) == 2, 10, "both ranks told")
-    return [info["metrics_address"]] + [rank["metrics_address"] for rank in cluster.status()["ranks"]]
+    return metrics_addresses(cluster)
 
 
 @pytest.fixture(scope="module")
@@ -284,18 +289,15 @@ def test_a_port_in_use_is_one_clear_line():
 def test_a_drain_tells_its_deadline(who):
     """While what it has lasts longer than the drain may."""
     with Cluster(ROOT / "tests/data/llama_mqa", "-tp", 2, "-dcp", 2, "--max-num-seqs=1", "--drain-timeout=5s") as running:
-        info = json.loads(subprocess.run([BIN / "weft", "status", "--address", running.address, "--format=json"],
-                                         env=ENV, capture_output=True, text=True, check=True).stdout)
-        wait_until(lambda: len(running.status()["ranks"]) == 2, 10, "both ranks told")
-        leader = running.status()["ranks"][0]
-        address = info["metrics_address"] if who == "router" else leader["metrics_address"]
+        router, leader, _ = metrics_addresses(running)
+        address, pid = (router, running.process.pid) if who == "router" else (leader, int(running.status()["ranks"][0]["pid"]))
         assert value(address, "weft_drain_deadline_timestamp_seconds") == 0
         load = subprocess.Popen([BIN / "weft", "bench", "--address", running.address, "--random-input-len=8",
                                  "--random-output-len=300", "--num-prompts=2000"], env=ENV, stdout=subprocess.DEVNULL,
                                 stderr=subprocess.DEVNULL)
         try:
-            wait_until(lambda: value(leader["metrics_address"], "weft_num_requests_waiting") > 500, 20, "a queue")
-            os.kill(running.process.pid if who == "router" else int(leader["pid"]), signal.SIGTERM)
+            wait_until(lambda: value(leader, "weft_num_requests_waiting") > 500, 20, "a queue")
+            os.kill(pid, signal.SIGTERM)
             told = wait_until(lambda: value(address, "weft_drain_deadline_timestamp_seconds"), 4, "a deadline")
             assert 0 < told - time.time() <= (6 if who == "router" else 31)  # a leader's own is 30 s
         finally:

@@ -176,8 +176,8 @@ class Engine {
 
   // Queues a request that has passed CheckRequest(). RESOURCE_EXHAUSTED when there are
   // max_num_seqs + max_num_waiting: whether some of them could run by now does not matter, so that
-  // as many may come at once. ALREADY_EXISTS for an id in use. Generation ends with kLength at max_tokens or at
-  // max_model_len. A request whose resumed tokens end it is finished at once: its event is there
+  // as many may come at once. ALREADY_EXISTS for an id in use. Generation ends with kLength at
+  // max_tokens or at max_model_len. A request whose resumed tokens end it is finished at once: its event is there
   // already. With resumed tokens the prompt's logprobs are not told again: they come before the
   // first token.
   virtual absl::Status Add(EngineRequest request, absl::Time now) = 0;
