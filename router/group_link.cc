@@ -241,11 +241,11 @@ void GroupLink::OnWatchEnd(const absl::Status& status) {
 void GroupLink::Lose(std::string why) {
   absl::flat_hash_map<std::uint64_t, Call> calls;
   bool lost_in_service = false;
-  bool never_reached = false;
+  bool first_loss = false;
   {
     MutexLock lock(mutex_);
     lost_in_service = snapshot_->ready && !shut_down_;
-    never_reached = snapshot_->epoch == 0 && !shut_down_;
+    first_loss = snapshot_->epoch == 0 && !shut_down_;
     GroupSnapshot next = *snapshot_;
     next.ready = false;
     next.state = why;
@@ -255,8 +255,11 @@ void GroupLink::Lose(std::string why) {
     window_ = GroupWindow(options_.min_retry_backoff, options_.max_retry_backoff);
     calls.swap(calls_);
   }
-  if (lost_in_service) spdlog::warn("group {}: {}; {} requests end", address_, why, calls.size());
-  if (never_reached) spdlog::info("group {}: {}; asked again until it answers", address_, why);
+  if (lost_in_service) {
+    spdlog::warn("group {}: {}; {} requests end", address_, why, calls.size());
+  } else if (first_loss) {
+    spdlog::info("group {}: {}; asked again until it answers", address_, why);
+  }
   for (const auto& [id, call] : calls) call.on_lost();
   on_change_();
 }
