@@ -181,7 +181,9 @@ void GroupLink::RemoveCall(std::uint64_t id) {
 
 void GroupLink::ReportNotReady(std::uint64_t epoch) {
   MutexLock lock(mutex_);
-  if (snapshot_->epoch != epoch || !snapshot_->ready) return;
+  if (snapshot_->epoch != epoch) return;
+  not_ready_until_ = options_.now() + options_.min_backoff;
+  if (!snapshot_->ready) return;
   GroupSnapshot next = *snapshot_;
   next.ready = false;
   next.state = "refuses requests";
@@ -200,8 +202,8 @@ void GroupLink::OnState(v1::GroupState state) {
     GroupSnapshot next;
     next.epoch = snapshot_->epoch;
     next.info = std::move(*state.mutable_group());
-    next.ready = next.info.ready();
-    next.state = next.info.state();
+    next.ready = next.info.ready() && last_heard_ >= not_ready_until_;
+    next.state = next.info.ready() && !next.ready ? snapshot_->state : next.info.state();
     next.vocab_size = state.vocab_size();
     next.block_hash_key = std::move(*state.mutable_block_hash_key());
     if (state.has_kv()) next.kv = std::move(*state.mutable_kv());

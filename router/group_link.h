@@ -104,7 +104,8 @@ class GroupLink final : private LeaderClient::WatchHandler {
   void ReportOverloaded();
 
   // The leader refused a call as not ready or draining, or lost it: the group is taken for not
-  // ready until it is heard of again. No on_change: nobody waits for that.
+  // ready until it is heard of again, and for min_backoff at least, for states that were sent
+  // before may be read after. No on_change: nobody waits for that.
   void ReportNotReady(std::uint64_t epoch);
 
  private:
@@ -141,6 +142,7 @@ class GroupLink final : private LeaderClient::WatchHandler {
   bool silent_ ABSL_GUARDED_BY(mutex_) = false;  // watch_ was cancelled for its silence
   Clock::time_point last_heard_ ABSL_GUARDED_BY(mutex_);
   Clock::time_point next_watch_ ABSL_GUARDED_BY(mutex_);
+  Clock::time_point not_ready_until_ ABSL_GUARDED_BY(mutex_);  // whatever this incarnation says
   std::chrono::milliseconds backoff_ ABSL_GUARDED_BY(mutex_);
   std::int64_t in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
   std::int64_t prefill_tokens_ ABSL_GUARDED_BY(mutex_) = 0;
