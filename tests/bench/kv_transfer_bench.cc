@@ -9,7 +9,6 @@
 #include <cstring>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "CLI/CLI.hpp"
@@ -66,7 +65,9 @@ class BenchGroup {
           *std::move(fabric), kv_rank, KvMoverOptions{.shared_memory = shared_memory},
           [this](const KvReport& report) {
             CHECK_MSG(report.kind != KvReport::Kind::kFailed, report.error);
-            num_done_ += report.kind == KvReport::Kind::kDone;
+            if (report.kind != KvReport::Kind::kDone) return;
+            ++num_done_;
+            num_done_.notify_one();
           }));
     }
   }
@@ -86,7 +87,8 @@ class BenchGroup {
     }
   }
   void WaitUntilDone() {
-    while (num_done_ < static_cast<int>(movers_.size())) std::this_thread::yield();
+    const int all = static_cast<int>(movers_.size());
+    for (int done = num_done_; done < all; done = num_done_) num_done_.wait(done);
     num_done_ = 0;
   }
   std::shared_ptr<const std::string> Target() const {

@@ -118,8 +118,6 @@ class Sides {
         receiver_->OnHello(*message);
         break;
       case KvMessageType::kOffer:
-        receiver_->OnOffer(*message, now_, reports_);
-        break;
       case KvMessageType::kRows:
         receiver_->OnRows(*message, now_, reports_);
         break;

@@ -96,8 +96,6 @@ void KvMover::HandleMessage(absl::Span<const std::byte> payload) {
       receiver_.OnHello(*message);
       break;
     case KvMessageType::kOffer:
-      receiver_.OnOffer(*message, absl::Now(), reports_);
-      break;
     case KvMessageType::kRows:
       receiver_.OnRows(*message, absl::Now(), reports_);
       break;

@@ -6,6 +6,7 @@
 
 #include "fmt/format.h"
 #include "server/base/log.h"
+#include "server/base/status_macros.h"
 #include "weft/v1/worker.pb.h"
 #include "worker/transfer/kv_routes.h"
 
@@ -13,8 +14,6 @@ namespace weft {
 namespace {
 
 constexpr absl::Duration kReportInterval = absl::Seconds(1);
-// What a peer can make us read at once.
-constexpr std::uint64_t kMaxOfferBytes = std::uint64_t{64} << 20;
 
 }  // namespace
 
@@ -84,14 +83,7 @@ void KvReceiver::OnHello(const KvMessage& message) {
   peer.address = address;
   if (!refusal.empty()) spdlog::warn("kv: refused a prefill rank: {}", refusal);
   if (shared_memory_ && message.transfer != 0) {
-    peer.memory = KvPeerMemory::Open(address);
-    std::uint64_t found = 0;
-    if (peer.memory.has_value() &&
-        (!peer.memory->Read(message.transfer,
-                            absl::MakeSpan(reinterpret_cast<std::byte*>(&found), sizeof(found))) ||
-         found != message.connection)) {
-      peer.memory.reset();
-    }
+    peer.memory = KvPeerMemory::Open(address, static_cast<int>(message.transfer));
   }
   Answer(peer, KvMessageType::kWelcome,
          {.connection = message.connection, .transfer = peer.memory.has_value() ? 1u : 0u},
@@ -133,60 +125,56 @@ absl::Status KvReceiver::CheckRows(const KvMessage& message, const Transfer& tra
   return absl::OkStatus();
 }
 
-absl::StatusOr<KvMessage> KvReceiver::ReadOffer(const KvMessage& offer,
-                                                const KvPeerMemory& memory) {
+absl::StatusOr<absl::Span<const std::byte>> KvReceiver::FindOffer(const KvMessage& offer,
+                                                                  const KvPeerMemory& memory) {
   KvOffer where{};
   if (offer.payload.size() != sizeof(where)) {
     return absl::InvalidArgumentError(
         fmt::format("an offer of {} bytes; it has {}", offer.payload.size(), sizeof(where)));
   }
   std::memcpy(&where, offer.payload.data(), sizeof(where));
-  if (where.bytes < kKvHeaderBytes || where.bytes > kMaxOfferBytes) {
-    return absl::InvalidArgumentError(fmt::format("{} bytes are offered; allowed is {} to {}",
-                                                  where.bytes, kKvHeaderBytes, kMaxOfferBytes));
+  const std::uint64_t size = memory.bytes().size();
+  if (where.bytes < kKvHeaderBytes || where.bytes > size || where.offset > size - where.bytes) {
+    return absl::InvalidArgumentError(
+        fmt::format("{} bytes at {} are offered; a message has {} at least, and there are {}",
+                    where.bytes, where.offset, kKvHeaderBytes, size));
   }
-  if (scratch_.size() < where.bytes) scratch_.resize(where.bytes);
-  const absl::Span<std::byte> bytes = absl::MakeSpan(scratch_).first(where.bytes);
-  // The sender wipes the header before it writes anything else there: if it is the same after the
-  // rows have been read, they are the ones that were offered.
-  std::byte after[kKvHeaderBytes];
-  if (!memory.Read(where.address, bytes) || !memory.Read(where.address, absl::MakeSpan(after)) ||
-      std::memcmp(bytes.data(), after, kKvHeaderBytes) != 0) {
+  return memory.bytes().subspan(where.offset, where.bytes);
+}
+
+absl::Status KvReceiver::StoreOffer(const KvMessage& offer, const Peer& peer, Transfer& transfer) {
+  ASSIGN_OR_RETURN(const absl::Span<const std::byte> bytes, FindOffer(offer, *peer.memory));
+  std::byte before[kKvHeaderBytes];
+  std::memcpy(before, bytes.data(), kKvHeaderBytes);
+  FenceKvMemory();
+  const absl::StatusOr<KvMessage> rows = DecodeKvMessage(bytes);
+  if (!rows.ok() || rows->type != KvMessageType::kRows || rows->connection != offer.connection ||
+      rows->transfer != offer.transfer || rows->range != offer.range) {
     return absl::UnavailableError("what the prefill rank has offered is not there any more");
   }
-  absl::StatusOr<KvMessage> rows = DecodeKvMessage(bytes);
-  if (rows.ok() && (rows->type != KvMessageType::kRows || rows->connection != offer.connection ||
-                    rows->transfer != offer.transfer || rows->range != offer.range)) {
-    return absl::UnavailableError("what the prefill rank has offered has made room for other rows");
+  RETURN_IF_ERROR(Store(*rows, peer, transfer));
+  // The sender wipes the header before it writes anything else there: if it is the same after the
+  // rows have been read, they are the ones that were offered.
+  FenceKvMemory();
+  if (std::memcmp(before, bytes.data(), kKvHeaderBytes) != 0) {
+    return absl::UnavailableError("what the prefill rank has offered went while it was read");
   }
-  return rows;
+  read_bytes_ += static_cast<std::int64_t>(rows->payload.size());
+  return absl::OkStatus();
 }
 
-void KvReceiver::OnOffer(const KvMessage& message, absl::Time now, std::vector<KvReport>& reports) {
-  const auto peer = peers_.find(message.connection);
-  const auto transfer = transfers_.find(message.transfer);
-  if (peer == peers_.end() || !peer->second.memory.has_value() || transfer == transfers_.end() ||
-      transfer->second.failed) {
-    return OnRows(message, now, reports);  // which drops or refuses it
-  }
-  const absl::StatusOr<KvMessage> rows = ReadOffer(message, *peer->second.memory);
-  if (!rows.ok()) {
-    Fail(message, rows.status(), reports);
-    Answer(peer->second, KvMessageType::kRejected, message, "");
-    return;
-  }
-  const std::int64_t before = received_bytes_;
-  OnRows(*rows, now, reports);
-  read_bytes_ += received_bytes_ - before;
-}
-
-void KvReceiver::Fail(const KvMessage& message, const absl::Status& why,
-                      std::vector<KvReport>& reports) {
-  transfers_.at(message.transfer).failed = true;
-  ++failed_;
-  reports.push_back({.transfer = message.transfer,
-                     .kind = KvReport::Kind::kFailed,
-                     .error = std::string(why.message())});
+absl::Status KvReceiver::Store(const KvMessage& message, const Peer& peer, Transfer& transfer) {
+  RETURN_IF_ERROR(CheckRows(message, transfer, *peer.layout));
+  ScatterKvRows({.cache = *rank_.cache, .layout = rank_.own(), .table = transfer.table},
+                *peer.layout, message.range, message.payload);
+  const auto bytes = static_cast<std::int64_t>(message.payload.size());
+  received_bytes_ += bytes;
+  const auto from = static_cast<std::size_t>(peer.layout->rank());
+  received_from_.resize(std::max(received_from_.size(), from + 1));
+  received_from_[from] += bytes;
+  transfer.bytes += bytes;
+  transfer.bytes_left -= bytes;
+  return absl::OkStatus();
 }
 
 void KvReceiver::OnRows(const KvMessage& message, absl::Time now, std::vector<KvReport>& reports) {
@@ -202,21 +190,18 @@ void KvReceiver::OnRows(const KvMessage& message, absl::Time now, std::vector<Kv
     return;
   }
   Transfer& transfer = found->second;
-  const absl::Status checked = CheckRows(message, transfer, *peer->second.layout);
-  if (!checked.ok()) {
-    Fail(message, checked, reports);
+  const bool offered = message.type == KvMessageType::kOffer && peer->second.memory.has_value();
+  const absl::Status stored = offered ? StoreOffer(message, peer->second, transfer)
+                                      : Store(message, peer->second, transfer);
+  if (!stored.ok()) {
+    transfer.failed = true;
+    ++failed_;
+    reports.push_back({.transfer = message.transfer,
+                       .kind = KvReport::Kind::kFailed,
+                       .error = std::string(stored.message())});
     Answer(peer->second, KvMessageType::kRejected, message, "");
     return;
   }
-  ScatterKvRows({.cache = *rank_.cache, .layout = rank_.own(), .table = transfer.table},
-                *peer->second.layout, message.range, message.payload);
-  const auto bytes = static_cast<std::int64_t>(message.payload.size());
-  received_bytes_ += bytes;
-  const auto from = static_cast<std::size_t>(peer->second.layout->rank());
-  received_from_.resize(std::max(received_from_.size(), from + 1));
-  received_from_[from] += bytes;
-  transfer.bytes += bytes;
-  transfer.bytes_left -= bytes;
   Answer(peer->second, KvMessageType::kTaken, message, "");
   const bool done = transfer.bytes_left == 0;
   if (!done && now - transfer.last_report < kReportInterval) return;

@@ -34,9 +34,8 @@ class KvReceiver {
   void Open(const KvOp& op, const SlotTable& slots, std::vector<KvReport>& reports);
   void Close(std::uint64_t transfer) { transfers_.erase(transfer); }
 
-  // kHello, kOffer and kRows; `now` is for reports of progress.
   void OnHello(const KvMessage& message);
-  void OnOffer(const KvMessage& message, absl::Time now, std::vector<KvReport>& reports);
+  // kOffer and kRows; `now` is for reports of progress.
   void OnRows(const KvMessage& message, absl::Time now, std::vector<KvReport>& reports);
 
   // Forgets connections that are gone.
@@ -57,7 +56,7 @@ class KvReceiver {
     PeerId id{};
     std::string address;
     std::optional<ShardLayout> layout;   // none: refused
-    std::optional<KvPeerMemory> memory;  // none: not to be read
+    std::optional<KvPeerMemory> memory;  // its staging; none: not to be read
   };
 
   // NOT_FOUND if there is none to the rank at `address`.
@@ -66,9 +65,12 @@ class KvReceiver {
   std::string CheckHello(const KvMessage& message, Peer& peer, std::string& address) const;
   absl::Status CheckRows(const KvMessage& message, const Transfer& transfer,
                          const ShardLayout& from) const;
-  // The whole message that is offered, in scratch_.
-  absl::StatusOr<KvMessage> ReadOffer(const KvMessage& offer, const KvPeerMemory& memory);
-  void Fail(const KvMessage& message, const absl::Status& why, std::vector<KvReport>& reports);
+  // The whole message that is offered, where it is.
+  static absl::StatusOr<absl::Span<const std::byte>> FindOffer(const KvMessage& offer,
+                                                               const KvPeerMemory& memory);
+  // Rows of a transfer and a peer that are known.
+  absl::Status Store(const KvMessage& message, const Peer& peer, Transfer& transfer);
+  absl::Status StoreOffer(const KvMessage& offer, const Peer& peer, Transfer& transfer);
   void Answer(const Peer& peer, KvMessageType type, const KvMessage& to, std::string_view text);
 
   Fabric& fabric_;
@@ -77,7 +79,6 @@ class KvReceiver {
   const bool shared_memory_;
   absl::flat_hash_map<std::uint64_t, Transfer> transfers_;
   absl::flat_hash_map<std::uint64_t, Peer> peers_;  // by connection
-  std::vector<std::byte> scratch_;
   std::int64_t received_bytes_ = 0;
   std::vector<std::int64_t> received_from_;  // KvCounters::received_from
   std::int64_t read_bytes_ = 0;

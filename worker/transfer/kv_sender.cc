@@ -1,7 +1,6 @@
 #include "worker/transfer/kv_sender.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -22,15 +21,22 @@ constexpr absl::Duration kPeerCheck = absl::Milliseconds(500);
 // An answer to a greeting that is lost: the peer is gone.
 constexpr absl::Duration kWelcomeTimeout = absl::Seconds(10);
 
-std::uint64_t AddressOf(const void* memory) {
-  return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(memory));
-}
-
 // 16 rows of all heads fit: a message gets on.
 std::int64_t BufferBytes(const KvRank& rank, const KvMoverOptions& options) {
   const KvCacheShape& shape = rank.cache->shape();
   const std::int64_t tile = kKvTile * KvRowBytes(shape, shape.num_kv_heads);
   return (std::max(options.message_bytes, tile) + 63) / 64 * 64;
+}
+
+std::int64_t NumBuffers(std::int64_t buffer_bytes, const KvMoverOptions& options) {
+  const std::int64_t size = buffer_bytes + static_cast<std::int64_t>(kKvHeaderBytes);
+  return std::max<std::int64_t>(2, options.staging_bytes / size);
+}
+
+KvStaging MakeStaging(std::int64_t bytes, const Fabric& fabric) {
+  absl::StatusOr<KvStaging> staging = KvStaging::Create(bytes, fabric.LocalAddress());
+  CHECK_MSG(staging.ok(), std::string(staging.status().message()));
+  return *std::move(staging);
 }
 
 // `busy` leaves out what was spent waiting for the prompt.
@@ -51,11 +57,11 @@ struct KvSender::Peer {
   enum class State : std::uint8_t { kWaiting, kGreeted, kWelcome, kLost };
   State state = State::kWaiting;
   bool connected() const { return state == State::kGreeted || state == State::kWelcome; }
-  std::optional<PeerId> id;      // also of one that refuses us, as long as it is alive
-  std::uint64_t connection = 0;  // in memory for who may read it
-  bool reads = false;            // our memory: it gets offers
-  absl::Time since;              // it was greeted
-  absl::Time retry_at;           // while waiting or lost
+  std::optional<PeerId> id;  // also of one that refuses us, as long as it is alive
+  std::uint64_t connection = 0;
+  bool reads = false;   // our staging: it gets offers
+  absl::Time since;     // it was greeted
+  absl::Time retry_at;  // while waiting or lost
   absl::Duration backoff;
   absl::Status status;  // why it was lost
   std::int64_t in_flight = 0;
@@ -68,12 +74,14 @@ struct KvSender::Peer {
 };
 
 KvSender::KvSender(Fabric& fabric, const KvRank& rank, const KvMoverOptions& options)
-    : fabric_(fabric), rank_(rank), options_(options), buffer_bytes_(BufferBytes(rank, options)) {
-  const std::int64_t size = buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes);
-  const auto count = static_cast<int>(std::max<std::int64_t>(2, options.staging_bytes / size));
-  absl::StatusOr<kernels::Buffer> staging = kernels::Buffer::Allocate(count * size);
-  CHECK_MSG(staging.ok(), std::string(staging.status().message()));
-  staging_ = *std::move(staging);
+    : fabric_(fabric),
+      rank_(rank),
+      options_(options),
+      buffer_bytes_(BufferBytes(rank, options)),
+      staging_(MakeStaging(NumBuffers(buffer_bytes_, options) *
+                               (buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes)),
+                           fabric)) {
+  const auto count = static_cast<int>(NumBuffers(buffer_bytes_, options));
   for (int i = 0; i < count; ++i) free_buffers_.push_back(i);
 }
 
@@ -204,12 +212,13 @@ KvSender::Peer& KvSender::Connect(const std::string& address, absl::Time now) {
   hello.set_block_size(rank_.own().block_size());
   hello.set_cp_kv_cache_interleave_size(rank_.own().interleave());
   hello.add_fabric_addresses(fabric_.LocalAddress());
-  SendKvText(fabric_, *peer->id,
-             {.type = KvMessageType::kHello,
-              .connection = peer->connection,
-              .rank = rank_.rank,
-              .transfer = options_.shared_memory ? AddressOf(&peer->connection) : 0},
-             hello.SerializeAsString());
+  SendKvText(
+      fabric_, *peer->id,
+      {.type = KvMessageType::kHello,
+       .connection = peer->connection,
+       .rank = rank_.rank,
+       .transfer = options_.shared_memory ? static_cast<std::uint64_t>(staging_.descriptor()) : 0},
+      hello.SerializeAsString());
   return *peer;
 }
 
@@ -314,9 +323,7 @@ bool KvSender::SendNext(Transfer& transfer, Route& route, absl::Time now) {
       return false;
     }
     const int buffer = free_buffers_.back();
-    std::byte* const payload =
-        staging_.data() + buffer * (buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes)) +
-        kKvHeaderBytes;
+    std::byte* const payload = BufferAt(buffer) + kKvHeaderBytes;
     KvRowRange range = {.layer = route.layer,
                         .heads = route.route.heads,
                         .first_position = route.position,
@@ -340,8 +347,7 @@ bool KvSender::SendNext(Transfer& transfer, Route& route, absl::Time now) {
 
 void KvSender::SendRows(Peer& peer, Transfer& transfer, const Route& route, const KvRowRange& range,
                         int buffer, std::int64_t bytes, absl::Time now) {
-  const std::int64_t size = buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes);
-  std::byte* const start = staging_.data() + buffer * size;
+  std::byte* const start = BufferAt(buffer);
   KvMessage message = {.type = KvMessageType::kRows,
                        .connection = peer.connection,
                        .transfer = transfer.id,
@@ -361,7 +367,7 @@ void KvSender::SendRows(Peer& peer, Transfer& transfer, const Route& route, cons
     transfer.overlapped_bytes += bytes;
   }
   if (peer.reads) {
-    const KvOffer offer = {.address = AddressOf(start),
+    const KvOffer offer = {.offset = static_cast<std::uint64_t>(start - staging_.bytes().data()),
                            .bytes = kKvHeaderBytes + static_cast<std::uint64_t>(bytes)};
     message.type = KvMessageType::kOffer;
     SendKvText(fabric_, *peer.id, message, {reinterpret_cast<const char*>(&offer), sizeof(offer)});
@@ -374,13 +380,15 @@ void KvSender::SendRows(Peer& peer, Transfer& transfer, const Route& route, cons
   CHECK_MSG(sent.ok(), std::string(sent.message()));
 }
 
+std::byte* KvSender::BufferAt(int buffer) const {
+  return staging_.bytes().data() +
+         buffer * (buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes));
+}
+
 // Whoever still reads in it sees by the header that it is not what was offered.
 void KvSender::Wipe(int buffer) {
-  const std::int64_t size = buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes);
-  std::memset(staging_.data() + buffer * size, 0, kKvHeaderBytes);
-#ifndef __SANITIZE_THREAD__  // gcc's refuses fences; the reader is another process
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // before rows are packed there
-#endif
+  std::memset(BufferAt(buffer), 0, kKvHeaderBytes);
+  FenceKvMemory();  // before rows are packed there
 }
 
 void KvSender::Release(int buffer) {

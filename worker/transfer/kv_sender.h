@@ -10,11 +10,11 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "kernels/device/buffer.h"
 #include "worker/engine/step_plan.h"
 #include "worker/group/fabric.h"
 #include "worker/model/step_rows.h"
 #include "worker/transfer/kv_message.h"
+#include "worker/transfer/kv_peer_memory.h"
 #include "worker/transfer/kv_rank.h"
 #include "worker/transfer/kv_routes.h"
 
@@ -91,6 +91,7 @@ class KvSender {
   bool Advance(const Transfer& transfer, Route& route) const;
   void SendRows(Peer& peer, Transfer& transfer, const Route& route, const KvRowRange& range,
                 int buffer, std::int64_t bytes, absl::Time now);
+  std::byte* BufferAt(int buffer) const;
   // Of offers.
   void Wipe(int buffer);
   void Release(int buffer);
@@ -101,7 +102,7 @@ class KvSender {
   const KvRank& rank_;
   const KvMoverOptions options_;
   const std::int64_t buffer_bytes_;  // of the payload of a message
-  kernels::Buffer staging_;
+  KvStaging staging_;
   std::vector<int> free_buffers_;  // of the fabric's thread
   std::vector<int> released_;      // free from the next Pump() on
   absl::flat_hash_map<std::uint64_t, std::unique_ptr<Transfer>> transfers_;
