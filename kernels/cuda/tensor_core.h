@@ -47,8 +47,7 @@ inline void CountConflicts(const std::byte* const rows[8]) {
     }
     worst = in_bank > worst ? in_bank : worst;
   }
-  ++weft::cuda_emu::CountersOfThread().matrix_loads;
-  weft::cuda_emu::CountersOfThread().bank_conflicts += worst - 1;
+  weft::cuda_emu::CountMatrixLoad(worst - 1);
 }
 
 template <bool kTransposed>

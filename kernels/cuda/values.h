@@ -63,14 +63,14 @@ inline constexpr int kPackOf = 16 / static_cast<int>(sizeof(T));
 template <int kCount, typename T>
 __device__ __forceinline__ Pack<T, kCount> LoadPack(const T* from) {
 #ifdef WEFT_CUDA_EMU
-  weft::cuda_emu::CountersOfThread().global_read_bytes += sizeof(T) * kCount;
+  weft::cuda_emu::CountGlobal(sizeof(T) * kCount, 0);
 #endif
   return *reinterpret_cast<const Pack<T, kCount>*>(from);
 }
 template <int kCount, typename T>
 __device__ __forceinline__ void StorePack(T* to, const Pack<T, kCount>& pack) {
 #ifdef WEFT_CUDA_EMU
-  weft::cuda_emu::CountersOfThread().global_written_bytes += sizeof(T) * kCount;
+  weft::cuda_emu::CountGlobal(0, sizeof(T) * kCount);
 #endif
   *reinterpret_cast<Pack<T, kCount>*>(to) = pack;
 }

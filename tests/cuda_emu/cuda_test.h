@@ -1,5 +1,8 @@
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -29,6 +32,13 @@ constexpr std::uint64_t NumSeeds(std::uint64_t seeds) {
   return seeds;
 #endif
 }
+
+// By how much the largest cases are smaller where the race detector keeps track of all threads.
+#if defined(__SANITIZE_THREAD__)
+inline constexpr std::int32_t kShrink = 20;
+#else
+inline constexpr std::int32_t kShrink = 1;
+#endif
 
 // What a T can hold, relative to a value: half of its last place.
 template <typename T>

@@ -10,6 +10,9 @@
 
 // The names that nvcc gives a kernel, over the emulation. Global, as there.
 
+using std::isinf;
+using std::isnan;
+
 #define __global__
 #define __device__
 #define __host__
@@ -38,25 +41,6 @@ T Shuffle(unsigned mask, T value, int source, const char* operation, Where where
   CheckLane(mask, source, operation, where);
   TakeLane(lanes, source, &value, sizeof(T));
   return value;
-}
-
-inline unsigned Ballot(unsigned mask, bool vote, const char* operation, Where where) {
-  const std::uint32_t own = vote ? std::uint32_t{1} << current_thread->lane : 0;
-  const LaneData* lanes = WarpMeet(mask, operation, where, Memory::kUnordered, &own, sizeof(own),
-                                   [](std::uint32_t of, LaneData* data) {
-                                     std::uint32_t all = 0;
-                                     for (int i = 0; i < kWarpSize; ++i) {
-                                       std::uint32_t one = 0;
-                                       if ((of >> i & 1) != 0) TakeLane(data, i, &one, sizeof(one));
-                                       all |= one;
-                                     }
-                                     for (int i = 0; i < kWarpSize; ++i) {
-                                       std::memcpy(data[i].bytes, &all, sizeof(all));
-                                     }
-                                   });
-  std::uint32_t all = 0;
-  TakeLane(lanes, current_thread->lane, &all, sizeof(all));
-  return all;
 }
 
 }  // namespace weft::cuda_emu

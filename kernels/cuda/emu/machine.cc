@@ -48,7 +48,15 @@ using boost::context::detail::transfer_t;
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 constexpr std::size_t kMaxSharedBytes = 227 * 1024;
-constexpr std::size_t kStackBytes = 256 * 1024;  // of address space; pages come on first use
+// Of address space; pages come on first use. For the race detector every thread of a grid has a
+// stack of its own, since blocks count as running at once.
+#if defined(WEFT_EMU_TSAN)
+constexpr int kNumStacks = 4096;
+constexpr std::size_t kStackBytes = 64 * 1024;
+#else
+constexpr int kNumStacks = kMaxThreads;
+constexpr std::size_t kStackBytes = 256 * 1024;
+#endif
 [[maybe_unused]] constexpr int kMaxStaticArrays = 64;
 [[maybe_unused]] constexpr std::size_t kTsanArenaBytes = 64 * 1024;
 constexpr int kMaxCopies = 256;
@@ -138,12 +146,11 @@ struct SharedArray {
 
 struct Machine {
   Machine() : fibers(kMaxThreads), warps(kMaxWarps) {
-    stacks =
-        static_cast<std::byte*>(mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
-                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    stacks = static_cast<std::byte*>(mmap(nullptr, kNumStacks * kStackBytes, PROT_READ | PROT_WRITE,
+                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     CHECK(stacks != MAP_FAILED);
   }
-  ~Machine() { munmap(stacks, kMaxThreads * kStackBytes); }
+  ~Machine() { munmap(stacks, kNumStacks * kStackBytes); }
 
   Order order = Order::kFifo;
   std::uint64_t random = 0;
@@ -371,7 +378,11 @@ void StartFiber(Machine& m, int index, dim3 grid, dim3 block, uint3 block_idx) {
   fiber.waits_for = nullptr;
   fiber.num_copies = fiber.num_groups = 0;
   fiber.asan_stack = nullptr;
+#if defined(WEFT_EMU_TSAN)
+  std::byte* stack = m.stacks + (m.first_tsan_fiber + index) * kStackBytes;
+#else
   std::byte* stack = m.stacks + index * kStackBytes;
+#endif
 #if defined(__SANITIZE_ADDRESS__)
   __asan_unpoison_memory_region(stack, kStackBytes);  // a fault may have left it as it was
 #endif
@@ -430,7 +441,7 @@ std::string CheckLaunch(dim3 grid, dim3 block, std::size_t dynamic_bytes) {
 class TsanGrid {
  public:
   TsanGrid(Machine& m, std::int64_t num_threads) : m_(m) {
-    CHECK_MSG(num_threads <= 4096, "too many threads in a grid for TSan; draw smaller cases");
+    CHECK_MSG(num_threads <= kNumStacks, "too many threads in a grid for TSan; draw smaller cases");
     m.tsan_main = __tsan_get_current_fiber();
     m.first_tsan_fiber = 0;
     Release(&m);
@@ -615,6 +626,19 @@ const LaneData* WarpMeet(std::uint32_t mask, const char* operation, Where where,
   return lanes;
 }
 
+std::uint32_t Ballot(std::uint32_t mask, bool vote, const char* operation, Where where) {
+  const int lane = machine_of_grid->current->view.lane;
+  const std::uint32_t own = vote ? std::uint32_t{1} << lane : 0;
+  const LaneData* lanes = WarpMeet(mask, operation, where, Memory::kUnordered, &own, sizeof(own));
+  std::uint32_t all = 0;
+  for (int i = 0; i < kWarpSize; ++i) {
+    std::uint32_t one = 0;
+    if ((mask >> i & 1) != 0) TakeLane(lanes, i, &one, sizeof(one));
+    all |= one;
+  }
+  return all;
+}
+
 // A loop, since memcpy would be seen by the race detector.
 void TakeLane(const LaneData* lanes, int lane, void* out, std::size_t bytes) {
   const auto* from = reinterpret_cast<const volatile std::byte*>(lanes + lane);
@@ -673,6 +697,19 @@ void NoteRead(const void*, std::size_t) {}
 void NoteWrite(void*, std::size_t) {}
 #endif
 
-Counters& CountersOfThread() { return ThisMachine().counters; }
+const Counters& CountersOfThread() { return ThisMachine().counters; }
+void ResetCounters() { ThisMachine().counters = {}; }
+
+void CountGlobal(std::int64_t read_bytes, std::int64_t written_bytes) {
+  Counters& counters = machine_of_grid->counters;
+  counters.global_read_bytes += read_bytes;
+  counters.global_written_bytes += written_bytes;
+}
+
+void CountMatrixLoad(std::int64_t bank_conflicts) {
+  Counters& counters = machine_of_grid->counters;
+  ++counters.matrix_loads;
+  counters.bank_conflicts += bank_conflicts;
+}
 
 }  // namespace weft::cuda_emu

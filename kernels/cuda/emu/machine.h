@@ -73,6 +73,8 @@ enum class Memory : std::uint8_t { kUnordered, kOrdered };
 const LaneData* WarpMeet(std::uint32_t mask, const char* operation, Where where, Memory memory,
                          const void* data, std::size_t bytes, Finish finish = nullptr);
 void TakeLane(const LaneData* lanes, int lane, void* out, std::size_t bytes);
+// One bit a lane of `mask`: its vote.
+std::uint32_t Ballot(std::uint32_t mask, bool vote, const char* operation, Where where);
 // Fails unless `lane` is in `mask`.
 void CheckLane(std::uint32_t mask, int lane, const char* operation, Where where);
 
@@ -95,7 +97,9 @@ struct Counters {
   std::int64_t matrix_loads = 0;
   std::int64_t bank_conflicts = 0;
 };
-Counters& CountersOfThread();
-inline void ResetCounters() { CountersOfThread() = {}; }
+const Counters& CountersOfThread();
+void ResetCounters();
+void CountGlobal(std::int64_t read_bytes, std::int64_t written_bytes);
+void CountMatrixLoad(std::int64_t bank_conflicts);
 
 }  // namespace weft::cuda_emu

@@ -1,0 +1,344 @@
+#include "kernels/cuda/attention.h"
+
+#include <cstring>
+
+#include "kernels/device/buffer.h"
+#include "tests/cuda_emu/cuda_test.h"
+
+namespace weft::kernels::cuda {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Shape {
+  std::int32_t num_q_heads;
+  std::int32_t num_kv_heads;
+  std::int32_t first_q_head;
+  std::int32_t first_kv_head;
+  std::int32_t q_per_kv;
+  std::int32_t head_dim;
+  std::int32_t block_tokens;
+  DType dtype;
+  std::int32_t latent_dim = 0;  // 0: K and V apart
+
+  std::int32_t value_dim() const { return latent_dim > 0 ? latent_dim : head_dim; }
+};
+
+// Shapes of any kind: uneven heads, odd blocks, latents.
+Shape RandomShape(Rng& rng, DType dtype) {
+  constexpr std::int32_t kBlocks[] = {1, 3, 16, 24, 64, 100};
+  Shape shape;
+  shape.dtype = dtype;
+  shape.q_per_kv = RandomInt(rng, 1, RandomInt(rng, 0, 3) == 0 ? 12 : 4);
+  shape.first_q_head = RandomInt(rng, 0, 7);
+  shape.num_q_heads = RandomInt(rng, 1, kShrink > 1 ? 3 : 6);
+  shape.first_kv_head = shape.first_q_head / shape.q_per_kv;
+  shape.num_kv_heads =
+      (shape.first_q_head + shape.num_q_heads - 1) / shape.q_per_kv - shape.first_kv_head + 1;
+  shape.head_dim = 8 * RandomInt(rng, 1, RandomInt(rng, 0, 5) == 0 ? 32 : 9);
+  shape.block_tokens = kBlocks[RandomInt(rng, 0, 5)];
+  if (RandomInt(rng, 0, 2) == 0) {
+    shape.num_kv_heads = 1;
+    shape.first_kv_head = 0;
+    shape.q_per_kv = 30;
+    shape.head_dim = 8 * RandomInt(rng, 1, RandomInt(rng, 0, 3) == 0 ? 72 : 9);
+    shape.latent_dim = RandomInt(rng, 1, shape.head_dim);
+  }
+  return shape;
+}
+
+// Sequences of one cache, kept for the CPU and for the GPU, and rows that attend to them.
+struct Case {
+  Shape shape;
+  std::vector<std::int32_t> lengths;
+  std::int32_t max_blocks = 1;
+  std::int32_t num_blocks = 0;
+  std::vector<std::int32_t> block_table;
+  std::vector<float> k;
+  std::vector<float> v;
+  std::vector<std::int64_t> slots;
+  std::vector<std::int32_t> row_slot;
+  std::vector<std::int32_t> first_visible;
+  std::vector<std::int32_t> visible_len;
+  std::vector<float> q;
+
+  Case(Rng& rng, const Shape& of, std::vector<std::int32_t> of_lengths)
+      : shape(of), lengths(std::move(of_lengths)) {
+    for (const std::int32_t length : lengths) {
+      max_blocks = std::max(max_blocks, length / shape.block_tokens + 1);
+    }
+    num_blocks = 2 + max_blocks * static_cast<std::int32_t>(lengths.size());
+    std::vector<std::int32_t> free_blocks(num_blocks);
+    for (std::int32_t i = 0; i < num_blocks; ++i) free_blocks[i] = i;
+    std::shuffle(free_blocks.begin(), free_blocks.end(), rng);
+    for (const std::int32_t length : lengths) {
+      const std::size_t first = block_table.size();
+      for (std::int32_t i = 0; i < max_blocks; ++i) {
+        const bool used = i * shape.block_tokens < length;
+        block_table.push_back(used ? free_blocks.back() : 1 << 30);  // who reads that crashes
+        if (used) free_blocks.pop_back();
+      }
+      for (std::int32_t token = 0; token < length; ++token) {
+        slots.push_back(std::int64_t{block_table[first + token / shape.block_tokens]} *
+                            shape.block_tokens +
+                        token % shape.block_tokens);
+      }
+    }
+    const std::int64_t width = std::int64_t{shape.num_kv_heads} * shape.head_dim;
+    k = RandomFloats(rng, static_cast<std::int64_t>(slots.size()) * width, 1.5F);
+    v = RandomFloats(rng, static_cast<std::int64_t>(slots.size()) * width);
+  }
+
+  void AddRow(Rng& rng, std::int32_t seq, std::int32_t first, std::int32_t len) {
+    row_slot.push_back(seq);
+    first_visible.push_back(first);
+    visible_len.push_back(len);
+    const auto row = RandomFloats(rng, std::int64_t{shape.num_q_heads} * shape.head_dim, 1.5F);
+    q.insert(q.end(), row.begin(), row.end());
+  }
+
+  kernels::GqaAttentionParams Geometry() const {
+    return {.num_rows = static_cast<std::int32_t>(row_slot.size()),
+            .num_q_heads = shape.num_q_heads,
+            .num_kv_heads = shape.num_kv_heads,
+            .first_q_head = shape.first_q_head,
+            .first_kv_head = shape.first_kv_head,
+            .q_per_kv = shape.q_per_kv,
+            .head_dim = shape.head_dim,
+            .value_dim = shape.value_dim(),
+            .block_tokens_per_rank = shape.block_tokens,
+            .max_blocks_per_seq = max_blocks,
+            .kv_dtype = shape.dtype,
+            .scale = 1.0F / std::sqrt(static_cast<float>(shape.head_dim))};
+  }
+  std::size_t pool_bytes() const {
+    return static_cast<std::size_t>(num_blocks) * shape.num_kv_heads * shape.block_tokens *
+           shape.head_dim * DTypeBytes(shape.dtype);
+  }
+};
+
+struct Result {
+  std::vector<float> out;
+  std::vector<float> lse;
+};
+
+Result OnCpu(Case& attention, CpuStream& cpu) {
+  const Shape& shape = attention.shape;
+  std::vector<std::byte> k_blocks(attention.pool_bytes(), std::byte{0xFF});
+  std::vector<std::byte> v_blocks = k_blocks;
+  EXPECT_TRUE(kernels::KvAppend({.k = attention.k.data(),
+                                 .v = shape.latent_dim > 0 ? nullptr : attention.v.data(),
+                                 .slots = attention.slots.data(),
+                                 .k_blocks = k_blocks.data(),
+                                 .v_blocks = v_blocks.data(),
+                                 .num_rows = static_cast<std::int32_t>(attention.slots.size()),
+                                 .num_kv_heads = shape.num_kv_heads,
+                                 .head_dim = shape.head_dim,
+                                 .block_tokens_per_rank = shape.block_tokens,
+                                 .kv_stride = std::int64_t{shape.num_kv_heads} * shape.head_dim,
+                                 .kv_dtype = shape.dtype},
+                                cpu)
+                  .ok());
+  kernels::GqaAttentionParams params = attention.Geometry();
+  Result result;
+  result.out.resize(static_cast<std::size_t>(params.num_rows) * shape.num_q_heads *
+                    shape.value_dim());
+  result.lse.resize(static_cast<std::size_t>(params.num_rows) * shape.num_q_heads);
+  params.q = attention.q.data();
+  params.k_blocks = k_blocks.data();
+  params.v_blocks = shape.latent_dim > 0 ? nullptr : v_blocks.data();
+  params.block_table = attention.block_table.data();
+  params.row_slot = attention.row_slot.data();
+  params.first_visible = attention.first_visible.data();
+  params.visible_len = attention.visible_len.data();
+  params.out = result.out.data();
+  params.lse = result.lse.data();
+  auto workspace = Buffer::Allocate(kernels::GqaAttentionWorkspaceBytes(
+      params.num_rows, shape.num_q_heads, shape.head_dim, shape.value_dim(), cpu));
+  EXPECT_TRUE(workspace.ok());
+  const absl::Status status = kernels::GqaAttention(params, workspace->data(), cpu);
+  EXPECT_TRUE(status.ok()) << status;
+  return result;
+}
+
+// `max_visible_len` beyond what there is asks for more parts than the rows have.
+template <typename T>
+Result OnGpu(const Case& attention, std::int32_t max_visible_len, CudaStream& stream) {
+  const Shape& shape = attention.shape;
+  const std::vector<std::byte> unwritten(attention.pool_bytes(), std::byte{0xFF});
+  const DeviceArray<std::byte> k_blocks(unwritten, stream);
+  const DeviceArray<std::byte> v_blocks(unwritten, stream);
+  const DeviceArray<float> k(attention.k, stream);
+  const DeviceArray<float> v(attention.v, stream);
+  const DeviceArray<std::int64_t> slots(attention.slots, stream);
+  EXPECT_TRUE(KvAppend<float>({.k = k.data(),
+                               .v = shape.latent_dim > 0 ? nullptr : v.data(),
+                               .slots = slots.data(),
+                               .k_blocks = k_blocks.data(),
+                               .v_blocks = v_blocks.data(),
+                               .num_rows = static_cast<std::int32_t>(attention.slots.size()),
+                               .num_kv_heads = shape.num_kv_heads,
+                               .head_dim = shape.head_dim,
+                               .block_tokens_per_rank = shape.block_tokens,
+                               .kv_stride = std::int64_t{shape.num_kv_heads} * shape.head_dim,
+                               .kv_dtype = shape.dtype},
+                              stream)
+                  .ok());
+  GqaAttentionParams<T> params = {.geometry = attention.Geometry(),
+                                  .max_visible_len = max_visible_len};
+  kernels::GqaAttentionParams& g = params.geometry;
+  const DeviceArray<T> q(Stored<T>(attention.q), stream);
+  const DeviceArray<std::int32_t> block_table(attention.block_table, stream);
+  const DeviceArray<std::int32_t> row_slot(attention.row_slot, stream);
+  const DeviceArray<std::int32_t> first_visible(attention.first_visible, stream);
+  const DeviceArray<std::int32_t> visible_len(attention.visible_len, stream);
+  const DeviceArray<T> out(
+      static_cast<std::size_t>(g.num_rows) * shape.num_q_heads * shape.value_dim(), stream);
+  const DeviceArray<float> lse(static_cast<std::size_t>(g.num_rows) * shape.num_q_heads, stream);
+  const DeviceArray<std::byte> workspace(
+      static_cast<std::size_t>(GqaAttentionWorkspaceBytes(g.num_rows, shape.num_q_heads,
+                                                          shape.value_dim(), max_visible_len)),
+      stream);
+  params.q = q.data();
+  params.out = out.data();
+  g.k_blocks = k_blocks.data();
+  g.v_blocks = shape.latent_dim > 0 ? nullptr : v_blocks.data();
+  g.block_table = block_table.data();
+  g.row_slot = row_slot.data();
+  g.first_visible = first_visible.data();
+  g.visible_len = visible_len.data();
+  g.lse = lse.data();
+  const absl::Status status = GqaAttention(params, workspace.data(), stream);
+  EXPECT_TRUE(status.ok()) << status;
+  return {ReadFloats(out), lse.Read()};
+}
+
+template <typename T>
+void ExpectSame(const Result& got, const Result& want) {
+  ExpectClose<T>(got.out, want.out, 2e-5);
+  ASSERT_EQ(got.lse.size(), want.lse.size());
+  for (std::size_t i = 0; i < got.lse.size(); ++i) {
+    if (want.lse[i] == -kInfinity) {
+      ASSERT_EQ(got.lse[i], -kInfinity) << i;
+    } else {
+      ASSERT_NEAR(got.lse[i], want.lse[i], 2e-5) << i;
+    }
+  }
+}
+
+// A mix of decode rows, chunks of prompts, windows and rows that see nothing.
+Case RandomCase(Rng& rng, const Shape& shape) {
+  std::vector<std::int32_t> lengths;
+  for (std::int32_t i = RandomInt(rng, 1, kShrink > 1 ? 1 : 2); i > 0; --i) {
+    lengths.push_back(RandomInt(rng, 0, RandomInt(rng, 0, 3) == 0 ? 1300 / kShrink : 150));
+  }
+  Case attention(rng, shape, lengths);
+  for (std::size_t seq = 0; seq < lengths.size(); ++seq) {
+    const std::int32_t rows = RandomInt(rng, 0, 1) == 0 ? 1 : RandomInt(rng, 1, 4);
+    const std::int32_t window = RandomInt(rng, 0, 2) == 0 ? RandomInt(rng, 1, 90) : 1 << 20;
+    for (std::int32_t i = 0; i < rows; ++i) {
+      const std::int32_t len = std::max(0, lengths[seq] - rows + 1 + i);
+      attention.AddRow(rng, static_cast<std::int32_t>(seq), std::max(0, len - window), len);
+    }
+  }
+  return attention;
+}
+
+DType RandomKv(Rng& rng, float) { return static_cast<DType>(RandomInt(rng, 0, 2)); }
+DType RandomKv(Rng&, BFloat16) { return DType::kBFloat16; }
+DType RandomKv(Rng&, Float16) { return DType::kFloat16; }
+
+using AttentionCudaTest = CudaTest;
+
+TEST_P(AttentionCudaTest, IsTheCpusForAllShapes) {
+  ForEachType([&](auto type) {
+    using T = decltype(type);
+    for (std::uint64_t seed = 0; seed < NumSeeds(20); ++seed) {
+      SCOPED_TRACE("seed " + std::to_string(seed));
+      Rng rng(seed);
+      Case attention = RandomCase(rng, RandomShape(rng, RandomKv(rng, type)));
+      attention.q = RoundedFloats<T>(attention.q);
+      const std::int32_t longest =
+          *std::max_element(attention.lengths.begin(), attention.lengths.end());
+      ExpectSame<T>(OnGpu<T>(attention, longest, stream()), OnCpu(attention, cpu));
+      if (::testing::Test::HasFatalFailure()) return;
+    }
+  });
+}
+
+// Split over blocks or not, alone or in a batch: the same bits.
+TEST_P(AttentionCudaTest, RowsDoNotDependOnBatchOrSplit) {
+  Rng rng(7);
+  for (const bool latent : {false, true}) {
+    Shape shape = {.num_q_heads = 3,
+                   .num_kv_heads = 1,
+                   .first_q_head = 0,
+                   .first_kv_head = 0,
+                   .q_per_kv = 3,
+                   .head_dim = 24,
+                   .block_tokens = 16,
+                   .dtype = DType::kFloat16,
+                   .latent_dim = latent ? 16 : 0};
+    Case attention(rng, shape, {1700 / kShrink});
+    const std::int32_t length = attention.lengths[0];
+    attention.AddRow(rng, 0, 0, length);
+    attention.AddRow(rng, 0, length / 3, length - 100 / kShrink);
+    attention.AddRow(rng, 0, 0, 1);
+    const Result split = OnGpu<float>(attention, length, stream());
+    // So many parts that the launch is not split.
+    const Result whole = OnGpu<float>(attention, kShrink > 1 ? 512 : 512 * 4096, stream());
+    EXPECT_EQ(std::memcmp(split.out.data(), whole.out.data(), split.out.size() * sizeof(float)), 0);
+    EXPECT_EQ(split.lse, whole.lse);
+    ExpectSame<float>(split, OnCpu(attention, cpu));
+    const std::vector<float> out(split.out.begin(), split.out.begin() + 3 * shape.value_dim());
+    attention.row_slot.resize(1);
+    attention.first_visible.resize(1);
+    attention.visible_len.resize(1);
+    attention.q.resize(3 * 24);
+    EXPECT_EQ(OnGpu<float>(attention, length, stream()).out, out);
+  }
+}
+
+// Law 3.
+TEST_P(AttentionCudaTest, EmptyRangeIsZeroAndMinusInfinity) {
+  Rng rng(4);
+  const Shape shape = {.num_q_heads = 4,
+                       .num_kv_heads = 2,
+                       .first_q_head = 0,
+                       .first_kv_head = 0,
+                       .q_per_kv = 2,
+                       .head_dim = 16,
+                       .block_tokens = 16,
+                       .dtype = DType::kFloat16};
+  for (const std::int32_t bound : {40, 1600 / kShrink}) {  // whole, and split where there is room
+    Case attention(rng, shape, {0, 40});
+    attention.AddRow(rng, 0, 0, 0);
+    attention.AddRow(rng, 1, 0, 0);
+    attention.AddRow(rng, 1, 40, 40);
+    attention.AddRow(rng, 1, 39, 40);
+    const Result result = OnGpu<float>(attention, std::max(40, bound), stream());
+    ExpectSame<float>(result, OnCpu(attention, cpu));
+    for (std::size_t i = 0; i < 3 * 4; ++i) EXPECT_EQ(result.lse[i], -kInfinity);
+    for (std::size_t i = 0; i < 3 * 4 * 16; ++i) EXPECT_EQ(result.out[i], 0.0F);
+  }
+}
+
+TEST_P(AttentionCudaTest, RefusesWhatItHasNoKernelFor) {
+  for (const std::int32_t head_dim : {0, 4, 12, 264}) {
+    const GqaAttentionParams<float> params = {
+        .geometry = {.v_blocks = this, .head_dim = head_dim, .value_dim = head_dim}};
+    const absl::Status status = GqaAttention(params, nullptr, stream());
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << head_dim;
+    EXPECT_NE(status.message().find(std::to_string(head_dim)), std::string::npos) << status;
+  }
+  const GqaAttentionParams<BFloat16> params = {
+      .geometry = {.v_blocks = this, .head_dim = 16, .value_dim = 16, .kv_dtype = DType::kFloat16}};
+  const absl::Status status = GqaAttention(params, nullptr, stream());
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("float16"), std::string::npos) << status;
+}
+
+WEFT_IN_EVERY_ORDER(AttentionCudaTest);
+
+}  // namespace
+}  // namespace weft::kernels::cuda
