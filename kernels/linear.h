@@ -27,16 +27,17 @@ class PackedMatrix {
  public:
   PackedMatrix() = default;
 
-  // Stacks `parts` (equal cols) in order, rounds to `dtype` (to nearest even) and packs, in
-  // parallel on `stream`. INVALID_ARGUMENT if the parts disagree or a dimension is not positive.
-  // FAILED_PRECONDITION if a value is NaN or infinite, or does not fit float16: the message names
-  // row and column of which part.
-  static absl::StatusOr<PackedMatrix> Pack(absl::Span<const MatrixView> parts, DType dtype,
+  // Stacks `parts` (equal cols) in order, rounds to `format` and packs, in parallel on `stream`: a
+  // DType to nearest even; integers to the nearest multiple of their group's scale, the smallest
+  // with which the largest value of the group is in -127..127, or -8..7.
+  // INVALID_ARGUMENT if the parts disagree or a dimension is not positive. FAILED_PRECONDITION if a
+  // value is NaN or infinite, or too large: the message names row and column of which part.
+  static absl::StatusOr<PackedMatrix> Pack(absl::Span<const MatrixView> parts, WeightFormat format,
                                            Stream& stream);
 
   std::int32_t out_features() const { return out_features_; }
   std::int32_t in_features() const { return in_features_; }
-  DType dtype() const { return dtype_; }
+  WeightFormat format() const { return format_; }
   std::int64_t size_bytes() const { return buffer_.size_bytes(); }
   const std::byte* data() const { return buffer_.data(); }
 
@@ -44,12 +45,12 @@ class PackedMatrix {
   Buffer buffer_;
   std::int32_t out_features_ = 0;
   std::int32_t in_features_ = 0;
-  DType dtype_ = DType::kFloat32;
+  WeightFormat format_ = WeightFormat::kFloat32;
 };
 
-// y = x W^T (+ bias) (+ residual), fp32 accumulation. The value of an output does not depend on
-// num_rows, on the other rows, nor on the number of threads: each is one fixed order of additions
-// (batching must not change a token, law 2).
+// y = x W^T (+ bias) (+ residual), fp32 accumulation, of integers within their group before its
+// scale. The value of an output does not depend on num_rows, on the other rows, nor on the number
+// of threads: each is one fixed order of additions (batching must not change a token, law 2).
 struct LinearParams {
   const float* x;  // [num_rows, in_features], x_stride floats from row to row
   const PackedMatrix* weight;
@@ -64,7 +65,7 @@ struct LinearParams {
 
 absl::Status Linear(const LinearParams& params, Stream& stream);
 
-// Several independent products at once, their weights of one shape and dtype: the experts of a
+// Several independent products at once, their weights of one shape and format: the experts of a
 // layer, each with its own rows, or the heads of one, each with its own columns. Each is what
 // Linear() makes of it.
 absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stream);

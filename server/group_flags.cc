@@ -85,6 +85,8 @@ void GroupFlags::AddTo(OptionParser& parser) {
 
   parser.Group("Precision and length");
   parser.AddChoice("--dtype", &dtype, dtypes, "Of the weights; auto: as stored");
+  parser.AddChoice("--quantization", &quantization, {"none", "int8", "int4"},
+                   "Of the large weights, made at load: integers in groups of 32 with a scale");
   parser.Add("--max-model-len", &max_model_len,
              "Tokens of prompt and completion together: a number, with k, K, m or M behind it, or "
              "auto: the model's, lowered to what fits");

@@ -55,6 +55,7 @@ struct GroupFlags : CommonFlags {
   bool enable_prefix_caching = true;
 
   std::string dtype = "auto";
+  std::string quantization = "none";
   std::string kv_cache_dtype = "auto";
   std::optional<std::int64_t> kv_cache_memory_bytes;
   std::optional<std::int32_t> num_gpu_blocks_override;

@@ -78,6 +78,7 @@ RankModelOptions ModelOptionsOf(const RankProcessOptions& options) {
           .features = flags.Features(),
           .rank = options.rank,
           .dtype = ParseDType(flags.dtype),
+          .quantization = ParseQuantization(flags.quantization),
           .kv_cache_dtype = ParseDType(flags.kv_cache_dtype),
           .max_model_len = flags.MaxModelLen(),
           .max_num_seqs = flags.max_num_seqs,
@@ -189,9 +190,9 @@ class RankProcess {
       kv_fabric_address_ = kv_fabric_->LocalAddress();
     }
     spdlog::info("loaded {:.1f} MB of weights as {} in {:.2f} s; {} threads on {}",
-                 static_cast<double>(model_->weights.SizeBytes()) / 1e6, DTypeName(model_->dtype),
-                 absl::ToDoubleSeconds(absl::Now() - start), stream_.pool().num_threads(),
-                 kernels::CpuTargetName());
+                 static_cast<double>(model_->weights.SizeBytes()) / 1e6,
+                 FormatName(model_->weight_format), absl::ToDoubleSeconds(absl::Now() - start),
+                 stream_.pool().num_threads(), kernels::CpuTargetName());
     return absl::OkStatus();
   }
 
@@ -282,7 +283,7 @@ v1::GroupState DescribeGroup(const RankProcessOptions& options, const RankModel&
   group.set_max_num_waiting(options.group.max_num_waiting);
   group.set_kv_bytes_per_token_per_rank(model.kv_shape.BytesPerLocalToken() /
                                         model.layout.decode_context_parallel_size());
-  group.set_dtype(std::string(DTypeName(model.dtype)));
+  group.set_dtype(std::string(FormatName(model.weight_format)));
   group.set_kv_cache_dtype(std::string(DTypeName(model.kv_shape.dtype)));
   group.set_dcp_comm_backend(options.group.dcp_comm_backend);
   for (const std::string& warning : model.warnings) group.add_warnings(warning);

@@ -37,13 +37,15 @@ namespace weft::kernels::HWY_NAMESPACE {
 
 // Panels that a thread goes through together: two read streams, or as many as a tile has.
 constexpr std::int64_t kDirectPanels = 2;
-// Up to here widening costs more than it saves.
-constexpr std::int64_t kDirectRows = 2 * kTileRows;
+// Up to here widening costs more than it saves; of integers it takes more than of halves.
+template <typename Weights>
+constexpr std::int64_t kDirectRows = kIsQuantized<Weights> ? 4 : 2 * kTileRows;
 constexpr std::int64_t kPrefetchBytes = 4096;
 constexpr std::int64_t kUnhintedRows = 3;
 constexpr std::int64_t kBlockedPanels = kMaxSums / (kTileRows * kVecs) > 1 ? 2 : 1;
 // Inputs that a widened piece of those panels holds: 16 KB of floats, half of L1.
 constexpr std::int64_t kDepthBlock = 256 / kBlockedPanels;
+static_assert(kDepthBlock % kQuantGroup == 0);
 
 // y = acc + bias + residual for rows [row, row + num_rows) of one panel.
 void StorePanel(const LinearParams& p, std::int64_t row, std::int64_t num_rows, std::int64_t panel,
@@ -73,20 +75,28 @@ void StorePanel(const LinearParams& p, std::int64_t row, std::int64_t num_rows, 
   }
 }
 
-// Widens `depth` inputs of a panel to [depth][16] floats.
+// Widens `depth` inputs of a panel to [depth][16] floats; integers to groups of WidenedWeights.
 template <typename Weights>
 void WidenPanel(const std::byte* HWY_RESTRICT panel, std::int64_t depth, float* HWY_RESTRICT out) {
-  constexpr int kStepBytes = Weights::kDepth * kPanelWidth * Weights::kElementBytes;
   PanelVec w[kVecs];
   const auto store = [&]() HWY_ATTR {
     for (int v = 0; v < kVecs; ++v, out += kLanes) hn::StoreU(w[v], PanelTag(), out);
   };
-  for (std::int64_t k = 0; k < depth; k += Weights::kDepth, panel += kStepBytes) {
-    Weights::template Load<0>(panel, w);
-    store();
-    if constexpr (Weights::kDepth == 2) {
-      Weights::template Load<1>(panel, w);
+  for (std::int64_t k = 0; k < depth; k += Weights::kDepth, panel += PanelStep<Weights>()) {
+    if constexpr (kIsQuantized<Weights>) {
+      for (int v = 0; v < kVecs; ++v) w[v] = Weights::Scale(panel, v);
       store();
+      ForEachInput<Weights>([&](int row, auto input) HWY_ATTR {
+        Weights::template Load<decltype(input)::value>(panel, row, w);
+        store();
+      });
+    } else {
+      Weights::template Load<0>(panel, w);
+      store();
+      if constexpr (Weights::kDepth == 2) {
+        Weights::template Load<1>(panel, w);
+        store();
+      }
     }
   }
 }
@@ -95,7 +105,7 @@ void WidenPanel(const std::byte* HWY_RESTRICT panel, std::int64_t depth, float* 
 template <typename Weights>
 void LinearDirect(const LinearParams& p, std::int64_t panel, std::int64_t count,
                   const std::byte* data, std::int64_t panel_bytes) {
-  constexpr std::int64_t kPanelFloats = kDirectRows * kPanelWidth;
+  constexpr std::int64_t kPanelFloats = kDirectRows<Weights> * kPanelWidth;
   HWY_ALIGN float acc[kDirectPanels * kPanelFloats] = {};
   // One pass over the panels streams by itself, or with a hint close by; while it takes two, the
   // next panels can come all the way.
@@ -124,7 +134,9 @@ template <typename Weights>
 void LinearBlocked(const LinearParams& p, std::int64_t panel, std::int64_t count,
                    const std::byte* data, std::int64_t panel_bytes, std::int64_t row,
                    std::int64_t num_rows) {
-  constexpr std::int64_t kWideFloats = (kDepthBlock + 1) * kPanelWidth;
+  using Wide = std::conditional_t<kIsQuantized<Weights>, WidenedWeights, Float32Weights>;
+  // Beside the inputs: an odd one's neighbour, or scales.
+  constexpr std::int64_t kWideFloats = (kDepthBlock + kDepthBlock / kQuantGroup) * kPanelWidth;
   constexpr std::int64_t kPanelFloats = kMaxRowBlock * kPanelWidth;
   HWY_ALIGN float wide[kBlockedPanels * kWideFloats];
   HWY_ALIGN float acc[kBlockedPanels * kPanelFloats];
@@ -132,11 +144,13 @@ void LinearBlocked(const LinearParams& p, std::int64_t panel, std::int64_t count
     std::fill_n(acc + i * kPanelFloats, num_rows * kPanelWidth, 0.0F);
   }
   const std::int64_t in_features = p.weight->in_features();
-  constexpr std::int64_t kStepBytes = kPanelWidth * Weights::kElementBytes;
+  const auto bytes_of = [](std::int64_t inputs) {
+    return inputs / Weights::kDepth * PanelStep<Weights>();
+  };
   const bool few = num_rows <= 4 * kTileRows;
   for (std::int64_t k = 0; k < in_features; k += kDepthBlock) {
     const std::int64_t depth = std::min(kDepthBlock, in_features - k);
-    const std::byte* piece = data + k * kStepBytes;
+    const std::byte* piece = data + bytes_of(k);
     std::int64_t piece_bytes = panel_bytes;
     if constexpr (!std::is_same_v<Weights, Float32Weights>) {
       for (std::int64_t i = 0; i < count; ++i) {
@@ -145,16 +159,16 @@ void LinearBlocked(const LinearParams& p, std::int64_t panel, std::int64_t count
       piece = reinterpret_cast<const std::byte*>(wide);
       piece_bytes = kWideFloats * 4;
     }
-    PanelProduct<Float32Weights>(p.x + row * p.x_stride + k, p.x_stride, num_rows, depth,
-                                 {.data = piece,
-                                  .stride_bytes = piece_bytes,
-                                  .step_bytes = PanelStep<Float32Weights>(),
-                                  .count = count,
-                                  .acc = acc,
-                                  .acc_stride = kPanelWidth,
-                                  .acc_panel_stride = kPanelFloats,
-                                  .next = few ? data + (k + depth) * kStepBytes : nullptr,
-                                  .next_bytes = std::min(kDepthBlock, in_features) * kStepBytes});
+    PanelProduct<Wide>(p.x + row * p.x_stride + k, p.x_stride, num_rows, depth,
+                       {.data = piece,
+                        .stride_bytes = piece_bytes,
+                        .step_bytes = PanelStep<Wide>(),
+                        .count = count,
+                        .acc = acc,
+                        .acc_stride = kPanelWidth,
+                        .acc_panel_stride = kPanelFloats,
+                        .next = few ? data + bytes_of(k + depth) : nullptr,
+                        .next_bytes = bytes_of(std::min(kDepthBlock, in_features))});
   }
   for (std::int64_t i = 0; i < count; ++i) {
     StorePanel(p, row, num_rows, panel + i, acc + i * kPanelFloats);
@@ -163,9 +177,8 @@ void LinearBlocked(const LinearParams& p, std::int64_t panel, std::int64_t count
 
 template <typename Weights>
 void LinearPanels(const LinearParams& p, const LinearPiece& piece) {
-  const std::int64_t panel_bytes =
-      PanelElements(p.weight->in_features(), p.weight->dtype()) * Weights::kElementBytes;
-  const bool direct = p.num_rows <= kDirectRows;
+  const std::int64_t panel_bytes = PanelBytes(p.weight->in_features(), p.weight->format());
+  const bool direct = p.num_rows <= kDirectRows<Weights>;
   const std::int64_t step = direct ? kDirectPanels : kBlockedPanels;
   for (std::int64_t panel = piece.first_panel; panel < piece.end_panel; panel += step) {
     const std::int64_t count = std::min(step, piece.end_panel - panel);
@@ -180,13 +193,17 @@ void LinearPanels(const LinearParams& p, const LinearPiece& piece) {
 }
 
 void LinearTask(const LinearParams& p, const LinearPiece& piece) {
-  switch (p.weight->dtype()) {
-    case DType::kFloat32:
+  switch (p.weight->format()) {
+    case WeightFormat::kFloat32:
       return LinearPanels<Float32Weights>(p, piece);
-    case DType::kBFloat16:
+    case WeightFormat::kBFloat16:
       return LinearPanels<BFloat16Weights>(p, piece);
-    case DType::kFloat16:
+    case WeightFormat::kFloat16:
       return LinearPanels<Float16Weights>(p, piece);
+    case WeightFormat::kInt8:
+      return LinearPanels<Int8Weights>(p, piece);
+    case WeightFormat::kInt4:
+      return LinearPanels<Int4Weights>(p, piece);
   }
 }
 
@@ -280,9 +297,8 @@ absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stre
 
 absl::Status Embedding(const EmbeddingParams& params, Stream& stream) {
   const PackedMatrix& weight = *params.weight;
-  const DType dtype = weight.dtype();
   const std::int32_t size = weight.in_features();
-  const std::int64_t panel_bytes = PanelElements(size, dtype) * DTypeBytes(dtype);
+  const std::int64_t panel_bytes = PanelBytes(size, weight.format());
   ParallelRows(PoolOf(stream), params.num_rows, std::int64_t{8} * size,
                [&](std::int64_t begin, std::int64_t end) {
                  for (std::int64_t row = begin; row < end; ++row) {
@@ -295,7 +311,7 @@ absl::Status Embedding(const EmbeddingParams& params, Stream& stream) {
                    const std::byte* panel = weight.data() + id / kPanelWidth * panel_bytes;
                    const auto lane = static_cast<std::int32_t>(id % kPanelWidth);
                    for (std::int32_t in = 0; in < size; ++in) {
-                     out[in] = LoadElement(panel, PanelIndex(in, lane, dtype), dtype);
+                     out[in] = PanelValue(panel, in, lane, weight.format());
                    }
                  }
                });

@@ -47,46 +47,98 @@ Row FindRow(absl::Span<const MatrixView> parts, std::int32_t row) {
   return {&parts[index], index, row};
 }
 
-// Packs one row; the first column whose value is not finite after rounding, or -1.
+float ValueAt(const Row& row, std::int32_t col) {
+  return LoadElement(row.part->data, row.row * row.part->row_stride + col * row.part->col_stride,
+                     row.part->dtype);
+}
+
+// Whether it can be stored.
+bool Fits(float value, WeightFormat format) {
+  constexpr float kMaxScale = 65504.0F;
+  if (format == WeightFormat::kInt8) return std::abs(value) <= 127 * kMaxScale;
+  if (format == WeightFormat::kInt4) return std::abs(value) <= 8 * kMaxScale;
+  float rounded;
+  StoreElement(&rounded, 0, *DTypeOf(format), value);
+  return std::isfinite(LoadElement(&rounded, 0, *DTypeOf(format)));
+}
+
+// Packs one row; the first column whose value does not fit, or -1.
 template <DType kDType>
-std::int32_t PackRow(const Row& source, std::int32_t lane, void* panel) {
-  const MatrixView& part = *source.part;
-  const auto* row = static_cast<const std::byte*>(part.data) +
-                    source.row * part.row_stride * DTypeBytes(part.dtype);
+std::int32_t PackRow(const Row& source, std::int32_t lane, std::byte* panel) {
   std::int32_t bad = -1;
-  for (std::int32_t col = 0; col < part.cols; ++col) {
+  for (std::int32_t col = 0; col < source.part->cols; ++col) {
     const std::int64_t index = PanelIndex(col, lane, kDType);
-    StoreElement(panel, index, kDType, LoadElement(row, col * part.col_stride, part.dtype));
+    StoreElement(panel, index, kDType, ValueAt(source, col));
     if (bad < 0 && !std::isfinite(LoadElement(panel, index, kDType))) bad = col;
   }
   return bad;
 }
 
-std::int32_t PackRow(const Row& source, std::int32_t lane, DType dtype, void* panel) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return PackRow<DType::kFloat32>(source, lane, panel);
-    case DType::kBFloat16:
-      return PackRow<DType::kBFloat16>(source, lane, panel);
-    case DType::kFloat16:
-      return PackRow<DType::kFloat16>(source, lane, panel);
+// Of `count` values of a group. The value that is farthest from 0 becomes -8 in int4, which has no
+// 8, so that its scale may be negative.
+float ScaleOf(const float* values, std::int32_t count, WeightFormat format) {
+  float largest = 0;
+  for (std::int32_t i = 0; i < count; ++i) {
+    if (std::abs(values[i]) > std::abs(largest)) largest = values[i];
   }
-  CheckFailed(__FILE__, __LINE__, "dtype", "unreachable");
+  return format == WeightFormat::kInt8 ? std::abs(largest) / 127 : largest / -8;
 }
 
-absl::Status NotFinite(absl::Span<const MatrixView> parts, std::int32_t out, DType dtype) {
+template <WeightFormat kFormat>
+std::int32_t PackQuantizedRow(const Row& source, std::int32_t lane, std::byte* panel) {
+  constexpr float kLeast = kFormat == WeightFormat::kInt8 ? -127 : -8;
+  constexpr float kMost = kFormat == WeightFormat::kInt8 ? 127 : 7;
+  const std::int32_t cols = source.part->cols;
+  for (std::int32_t first = 0; first < cols; first += kQuantGroup, panel += GroupBytes(kFormat)) {
+    const std::int32_t count = std::min(kQuantGroup, cols - first);
+    float values[kQuantGroup] = {};
+    for (std::int32_t i = 0; i < count; ++i) {
+      values[i] = ValueAt(source, first + i);
+      if (!Fits(values[i], kFormat)) return first + i;
+    }
+    StoreElement(panel, lane, DType::kFloat16, ScaleOf(values, count, kFormat));
+    const float scale = LoadElement(panel, lane, DType::kFloat16);
+    const float inverse = scale == 0 ? 0 : 1 / scale;
+    for (std::int32_t i = 0; i < kQuantGroup; ++i) {
+      const auto q =
+          static_cast<int>(std::nearbyint(std::clamp(values[i] * inverse, kLeast, kMost)));
+      std::byte* const values = panel + kScaleBytes;
+      if constexpr (kFormat == WeightFormat::kInt8) {
+        values[i * kPanelWidth + lane] = static_cast<std::byte>(q);
+      } else {
+        values[(i / 8 * kPanelWidth + lane) * 4 + i % 8 / 2] |= static_cast<std::byte>(q + 8)
+                                                                << (i % 2 * 4);
+      }
+    }
+  }
+  return -1;
+}
+
+std::int32_t PackRow(const Row& source, std::int32_t lane, WeightFormat format, std::byte* panel) {
+  switch (format) {
+    case WeightFormat::kFloat32:
+      return PackRow<DType::kFloat32>(source, lane, panel);
+    case WeightFormat::kBFloat16:
+      return PackRow<DType::kBFloat16>(source, lane, panel);
+    case WeightFormat::kFloat16:
+      return PackRow<DType::kFloat16>(source, lane, panel);
+    case WeightFormat::kInt8:
+      return PackQuantizedRow<WeightFormat::kInt8>(source, lane, panel);
+    case WeightFormat::kInt4:
+      return PackQuantizedRow<WeightFormat::kInt4>(source, lane, panel);
+  }
+  CheckFailed(__FILE__, __LINE__, "format", "unreachable");
+}
+
+absl::Status DoesNotFit(absl::Span<const MatrixView> parts, std::int32_t out, WeightFormat format) {
   const Row row = FindRow(parts, out);
   for (std::int32_t col = 0;; ++col) {
-    const float value =
-        LoadElement(row.part->data, row.row * row.part->row_stride + col * row.part->col_stride,
-                    row.part->dtype);
-    float rounded;
-    StoreElement(&rounded, 0, dtype, value);
-    if (std::isfinite(LoadElement(&rounded, 0, dtype))) continue;
+    const float value = ValueAt(row, col);
+    if (Fits(value, format)) continue;
     return absl::FailedPreconditionError(
         std::isfinite(value)
             ? fmt::format("the value {} at row {}, column {} of part {} does not fit {}", value,
-                          row.row, col, row.part_index, DTypeName(dtype))
+                          row.row, col, row.part_index, FormatName(format))
             : fmt::format("the value at row {}, column {} of part {} is {}", row.row, col,
                           row.part_index, value));
   }
@@ -94,15 +146,15 @@ absl::Status NotFinite(absl::Span<const MatrixView> parts, std::int32_t out, DTy
 
 }  // namespace
 
-absl::StatusOr<PackedMatrix> PackedMatrix::Pack(absl::Span<const MatrixView> parts, DType dtype,
-                                                Stream& stream) {
+absl::StatusOr<PackedMatrix> PackedMatrix::Pack(absl::Span<const MatrixView> parts,
+                                                WeightFormat format, Stream& stream) {
   ASSIGN_OR_RETURN(const std::int32_t rows, CheckParts(parts));
   PackedMatrix matrix;
   matrix.out_features_ = rows;
   matrix.in_features_ = parts[0].cols;
-  matrix.dtype_ = dtype;
+  matrix.format_ = format;
   const std::int64_t num_panels = CeilDiv(rows, kPanelWidth);
-  const std::int64_t panel_bytes = PanelElements(matrix.in_features_, dtype) * DTypeBytes(dtype);
+  const std::int64_t panel_bytes = PanelBytes(matrix.in_features_, format);
   ASSIGN_OR_RETURN(matrix.buffer_, Buffer::Allocate(num_panels * panel_bytes));
 
   std::atomic<std::int32_t> first_bad_row = std::numeric_limits<std::int32_t>::max();
@@ -110,7 +162,7 @@ absl::StatusOr<PackedMatrix> PackedMatrix::Pack(absl::Span<const MatrixView> par
     const auto first = static_cast<std::int32_t>(panel * kPanelWidth);
     const std::int32_t lanes = std::min(kPanelWidth, rows - first);
     for (std::int32_t lane = 0; lane < lanes; ++lane) {
-      const std::int32_t bad = PackRow(FindRow(parts, first + lane), lane, dtype,
+      const std::int32_t bad = PackRow(FindRow(parts, first + lane), lane, format,
                                        matrix.buffer_.data() + panel * panel_bytes);
       if (bad < 0) continue;
       std::int32_t seen = first_bad_row.load();
@@ -119,7 +171,7 @@ absl::StatusOr<PackedMatrix> PackedMatrix::Pack(absl::Span<const MatrixView> par
       break;
     }
   });
-  if (first_bad_row.load() < rows) return NotFinite(parts, first_bad_row.load(), dtype);
+  if (first_bad_row.load() < rows) return DoesNotFit(parts, first_bad_row.load(), format);
   return matrix;
 }
 

@@ -1,14 +1,21 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 
+#include "kernels/cpu/convert.h"
 #include "kernels/dtype.h"
 
 // The order of a packed weight: panels of kPanelWidth outputs, each contiguous.
 //   float32, float16: [in][16]
 //   bfloat16:         [ceil(in / 2)][16][2], so that a shift and a mask of one 32-bit lane give
 //                     two consecutive inputs of one output
-// Outputs past the last, and the input past an odd last one, are zero.
+//   int8, int4:       for each group of kQuantGroup inputs 16 scales, float16, then
+//                     [32][16] int8, or [4][16] 32-bit words of 8 inputs, q + 8 each, the first in
+//                     the lowest bits
+// Outputs past the last, and inputs past the last in its pair or group, are zero.
 
 namespace weft::kernels {
 
@@ -26,6 +33,37 @@ constexpr std::int64_t PanelIndex(std::int32_t in, std::int32_t lane, DType dtyp
     return (std::int64_t{in} / 2 * kPanelWidth + lane) * 2 + in % 2;
   }
   return std::int64_t{in} * kPanelWidth + lane;
+}
+
+inline constexpr std::int64_t kScaleBytes = 2 * kPanelWidth;  // of a group
+
+constexpr std::int64_t GroupBytes(WeightFormat format) {
+  return kScaleBytes + kQuantGroup * kPanelWidth / (format == WeightFormat::kInt4 ? 2 : 1);
+}
+
+constexpr std::int64_t PanelBytes(std::int32_t in_features, WeightFormat format) {
+  if (const std::optional<DType> dtype = DTypeOf(format)) {
+    return PanelElements(in_features, *dtype) * DTypeBytes(*dtype);
+  }
+  return (std::int64_t{in_features} + kQuantGroup - 1) / kQuantGroup * GroupBytes(format);
+}
+
+// One value of a panel.
+inline float PanelValue(const std::byte* panel, std::int32_t in, std::int32_t lane,
+                        WeightFormat format) {
+  if (const std::optional<DType> dtype = DTypeOf(format)) {
+    return LoadElement(panel, PanelIndex(in, lane, *dtype), *dtype);
+  }
+  const std::byte* group = panel + in / kQuantGroup * GroupBytes(format);
+  const float scale = LoadElement(group, lane, DType::kFloat16);
+  const std::byte* values = group + kScaleBytes;
+  in %= kQuantGroup;
+  if (format == WeightFormat::kInt8) {
+    return scale * static_cast<float>(static_cast<std::int8_t>(values[in * kPanelWidth + lane]));
+  }
+  std::uint32_t word;
+  std::memcpy(&word, values + (in / 8 * kPanelWidth + lane) * sizeof(word), sizeof(word));
+  return scale * static_cast<float>(static_cast<int>(word >> 4 * (in % 8) & 0xf) - 8);
 }
 
 }  // namespace weft::kernels

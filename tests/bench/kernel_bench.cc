@@ -45,10 +45,10 @@ std::vector<float> RandomFloats(std::int64_t count, float scale) {
   return values;
 }
 
-PackedMatrix RandomWeight(std::int32_t out, std::int32_t in, DType dtype) {
+PackedMatrix RandomWeight(std::int32_t out, std::int32_t in, WeightFormat format) {
   const std::vector<float> values = RandomFloats(std::int64_t{out} * in, 0.05F);
   const MatrixView view = {values.data(), DType::kFloat32, out, in, in};
-  return *PackedMatrix::Pack({&view, 1}, dtype, BenchStream());
+  return *PackedMatrix::Pack({&view, 1}, format, BenchStream());
 }
 
 // Times iterations by hand and reports the best of them against the limits.
@@ -86,17 +86,21 @@ class Meter {
 };
 
 DType DTypeArg(std::int64_t arg) { return static_cast<DType>(arg); }
+WeightFormat FormatArg(std::int64_t arg) { return static_cast<WeightFormat>(arg); }
 
-// Args: dtype, rows, out, in. Copies enough to exceed the caches stand for the layers.
+// Args: weight format, rows, out, in. Copies enough to exceed the caches stand for the layers.
 void BM_Linear(benchmark::State& state) {
-  const DType dtype = DTypeArg(state.range(0));
+  const WeightFormat format = FormatArg(state.range(0));
   const auto rows = static_cast<std::int32_t>(state.range(1));
   const auto out = static_cast<std::int32_t>(state.range(2));
   const auto in = static_cast<std::int32_t>(state.range(3));
-  const double bytes = static_cast<double>(out) * in * DTypeBytes(dtype);
-  const int copies = rows >= 64 ? 1 : static_cast<int>(1e8 / bytes) + 1;
   std::vector<PackedMatrix> weights;
-  for (int i = 0; i < copies; ++i) weights.push_back(RandomWeight(out, in, dtype));
+  weights.push_back(RandomWeight(out, in, format));
+  const auto bytes = static_cast<double>(weights[0].size_bytes());
+  const int copies = rows >= 64 ? 1 : static_cast<int>(1e8 / bytes) + 1;
+  while (static_cast<int>(weights.size()) < copies) {
+    weights.push_back(RandomWeight(out, in, format));
+  }
   const std::vector<float> x = RandomFloats(std::int64_t{rows} * in, 1.0F);
   std::vector<float> y(static_cast<std::size_t>(rows) * out);
   Meter(state).Run(2.0 * rows * out * in * copies, bytes * copies, 0, [&] {
@@ -244,31 +248,32 @@ struct Model {
   std::vector<float> norm = std::vector<float>(kHidden, 1.0F);
   double bytes = 0;
 
-  explicit Model(DType dtype) {
+  explicit Model(WeightFormat format) {
     for (int i = 0; i < kLayers; ++i) {
-      layers.push_back({RandomWeight((kHeads + 2 * kKvHeads) * kHeadDim, kHidden, dtype),
-                        RandomWeight(kHidden, kHeads * kHeadDim, dtype),
-                        RandomWeight(2 * kIntermediate, kHidden, dtype),
-                        RandomWeight(kHidden, kIntermediate, dtype)});
+      layers.push_back({RandomWeight((kHeads + 2 * kKvHeads) * kHeadDim, kHidden, format),
+                        RandomWeight(kHidden, kHeads * kHeadDim, format),
+                        RandomWeight(2 * kIntermediate, kHidden, format),
+                        RandomWeight(kHidden, kIntermediate, format)});
       const Layer& layer = layers.back();
       for (const PackedMatrix* weight : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
         bytes += static_cast<double>(weight->size_bytes());
       }
     }
-    head = RandomWeight(kVocab, kHidden, dtype);
+    head =
+        RandomWeight(kVocab, kHidden, format == WeightFormat::kInt4 ? WeightFormat::kInt8 : format);
     bytes += static_cast<double>(head.size_bytes());
   }
 };
 
-// Args: weight dtype, sequences, context, rows a sequence. The logits are of one row a sequence.
+// Args: weight format, sequences, context, rows a sequence. The logits are of one row a sequence.
 // KV is float16.
 void BM_Model(benchmark::State& state) {
   const auto seqs = static_cast<std::int32_t>(state.range(1));
   const auto context = static_cast<std::int32_t>(state.range(2));
   const auto rows_per_seq = static_cast<std::int32_t>(state.range(3));
-  static std::vector<std::unique_ptr<Model>> models(3);
+  static std::vector<std::unique_ptr<Model>> models(5);
   std::unique_ptr<Model>& model = models[static_cast<std::size_t>(state.range(0))];
-  if (model == nullptr) model = std::make_unique<Model>(DTypeArg(state.range(0)));
+  if (model == nullptr) model = std::make_unique<Model>(FormatArg(state.range(0)));
   std::vector<KvPool> pools;
   for (int i = 0; i < kLayers; ++i) pools.emplace_back(seqs, context, DType::kFloat16);
   const Rows rows(pools[0], seqs, context, rows_per_seq);
@@ -369,10 +374,10 @@ void BM_Model(benchmark::State& state) {
 }
 
 void LinearShapes(benchmark::internal::Benchmark* bench) {
-  for (const std::int64_t dtype : {0, 1, 2}) {
+  for (const std::int64_t format : {0, 1, 2, 3, 4}) {
     for (const std::int64_t rows : {1, 2, 4, 8, 16, 64, 512}) {
-      bench->Args({dtype, rows, 2 * kIntermediate, kHidden});
-      bench->Args({dtype, rows, kHidden, kIntermediate});
+      bench->Args({format, rows, 2 * kIntermediate, kHidden});
+      bench->Args({format, rows, kHidden, kIntermediate});
     }
   }
 }
@@ -387,12 +392,12 @@ void AttentionShapes(benchmark::internal::Benchmark* bench) {
 }
 
 void ModelShapes(benchmark::internal::Benchmark* bench) {
-  for (const std::int64_t dtype : {1, 2, 0}) {
-    for (const std::int64_t seqs : {1, 2, 4, 8, 16, 32, 64}) bench->Args({dtype, seqs, 128, 1});
-    bench->Args({dtype, 1, 2048, 1});
-    bench->Args({dtype, 8, 1024, 1});
-    bench->Args({dtype, 1, 512, 512});
-    bench->Args({dtype, 1, 2048, 256});
+  for (const std::int64_t format : {1, 2, 0, 3, 4}) {
+    for (const std::int64_t seqs : {1, 2, 4, 8, 16, 32, 64}) bench->Args({format, seqs, 128, 1});
+    bench->Args({format, 1, 2048, 1});
+    bench->Args({format, 8, 1024, 1});
+    bench->Args({format, 1, 512, 512});
+    bench->Args({format, 1, 2048, 256});
   }
 }
 

@@ -1,7 +1,10 @@
 #include "kernels/linear.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/panel.h"
@@ -11,6 +14,9 @@ namespace weft::kernels {
 namespace {
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kBFloat16,
+                                     WeightFormat::kFloat16, WeightFormat::kInt8,
+                                     WeightFormat::kInt4};
 
 float Round(float value, DType dtype) {
   float bits = 0.0F;
@@ -38,6 +44,50 @@ struct Source {
   }
 };
 
+// What is stored of input `in` of output `out`, by the layout that panel.h describes.
+float StoredValue(const PackedMatrix& weight, std::int32_t out, std::int32_t in) {
+  const std::int32_t lane = out % 16;
+  const std::byte* panel =
+      weight.data() + out / 16 * PanelBytes(weight.in_features(), weight.format());
+  if (const std::optional<DType> dtype = DTypeOf(weight.format())) {
+    return LoadElement(panel, PanelIndex(in, lane, *dtype), *dtype);
+  }
+  const bool bytes = weight.format() == WeightFormat::kInt8;
+  const std::byte* group = panel + in / 32 * (bytes ? 32 + 512 : 32 + 256);
+  const float scale = LoadElement(group, lane, DType::kFloat16);
+  const auto* values = reinterpret_cast<const unsigned char*>(group + 32);
+  const std::int32_t i = in % 32;
+  if (bytes) {
+    const int byte = values[i * 16 + lane];
+    return scale * static_cast<float>(byte < 128 ? byte : byte - 256);
+  }
+  const int byte = values[(i / 8 * 16 + lane) * 4 + i % 8 / 2];
+  return scale * static_cast<float>((i % 2 == 0 ? byte % 16 : byte / 16) - 8);
+}
+
+// That what is stored of a row is as near as the format allows.
+void ExpectNear(const PackedMatrix& weight, std::int32_t out, absl::Span<const float> row) {
+  for (std::int32_t in = 0; in < weight.in_features(); ++in) {
+    const float stored = StoredValue(weight, out, in);
+    if (const std::optional<DType> dtype = DTypeOf(weight.format())) {
+      ASSERT_EQ(stored, Round(row[in], *dtype)) << "input " << in;
+      continue;
+    }
+    float largest = 0;
+    for (std::int32_t i = in / 32 * 32; i < std::min(weight.in_features(), in / 32 * 32 + 32);
+         ++i) {
+      if (std::abs(row[i]) > std::abs(largest)) largest = row[i];
+    }
+    const bool bytes = weight.format() == WeightFormat::kInt8;
+    const float step = std::abs(largest) / (bytes ? 127 : 8);
+    // Opposite to the largest, int4 has only 7 steps. Scales are rounded to 11 bits.
+    const bool clamped = !bytes && row[in] * largest < 0 && std::abs(row[in]) > 7.4F * step;
+    ASSERT_LE(std::abs(stored - row[in]),
+              step * (clamped ? 1.0F : 0.5F) + std::abs(largest) * 5e-4F + 1e-7F)
+        << "input " << in << " of a group up to " << largest;
+  }
+}
+
 struct Case {
   PackedMatrix weight;
   std::vector<float> values;  // [out, in] as packed
@@ -48,14 +98,17 @@ struct Case {
   std::int64_t y_stride;
   std::int32_t rows;
 
-  Case(Rng& rng, std::int32_t rows, std::int32_t out, std::int32_t in, DType dtype,
+  Case(Rng& rng, std::int32_t rows, std::int32_t out, std::int32_t in, WeightFormat format,
        CpuStream& stream)
       : rows(rows) {
     Source source(rng, out, in, kDTypes[RandomInt(rng, 0, 2)]);
-    absl::StatusOr<PackedMatrix> packed = PackedMatrix::Pack({&source.view, 1}, dtype, stream);
+    absl::StatusOr<PackedMatrix> packed = PackedMatrix::Pack({&source.view, 1}, format, stream);
     EXPECT_TRUE(packed.ok()) << packed.status();
     weight = *std::move(packed);
-    for (const float value : source.stored) values.push_back(Round(value, dtype));
+    for (std::int32_t row = 0; row < out; ++row) {
+      ExpectNear(weight, row, absl::MakeConstSpan(source.stored).subspan(row * in, in));
+      for (std::int32_t col = 0; col < in; ++col) values.push_back(StoredValue(weight, row, col));
+    }
     x_stride = in + RandomInt(rng, 0, 5);
     y_stride = out + RandomInt(rng, 0, 5);
     x = RandomFloats(rng, rows * x_stride);
@@ -111,8 +164,8 @@ TEST_P(LinearTest, PacksATransposedViewAndEveryOtherRow) {
   const std::vector<float> stored = RandomFloats(rng, 20 * 33);  // [20, 33]
   const MatrixView columns = {stored.data(), DType::kFloat32, 33, 20, 1, 33};
   const MatrixView odd_rows = {stored.data() + 33, DType::kFloat32, 10, 33, 2 * 33};
-  const auto transposed = PackedMatrix::Pack({&columns, 1}, DType::kFloat32, stream);
-  const auto rows = PackedMatrix::Pack({&odd_rows, 1}, DType::kFloat32, stream);
+  const auto transposed = PackedMatrix::Pack({&columns, 1}, WeightFormat::kFloat32, stream);
+  const auto rows = PackedMatrix::Pack({&odd_rows, 1}, WeightFormat::kFloat32, stream);
   ASSERT_TRUE(transposed.ok() && rows.ok());
   const auto row_of = [&](const PackedMatrix& weight, std::int32_t row) {
     std::vector<float> out(weight.in_features());
@@ -140,7 +193,7 @@ TEST_P(LinearTest, GroupedProductsAreWhatEachIsAlone) {
     std::vector<Case> cases;
     for (std::int32_t i = RandomInt(rng, 1, 9); i > 0; --i) {
       const std::int32_t rows = seed % 4 == 0 && i == 1 ? 300 : RandomInt(rng, 0, 6);
-      cases.emplace_back(rng, rows, out, in, kDTypes[seed % 3], stream);
+      cases.emplace_back(rng, rows, out, in, kFormats[seed % 5], stream);
     }
     std::vector<std::vector<float>> y;
     std::vector<LinearParams> products;
@@ -167,12 +220,12 @@ TEST_P(LinearTest, MatchesDoublesForAllShapesAndTypes) {
   CpuStream stream(2);
   for (std::uint64_t seed = 0; seed < NumSeeds(60); ++seed) {
     Rng rng(seed);
-    const DType dtype = kDTypes[seed % 3];
+    const WeightFormat format = kFormats[seed % 5];
     const std::int32_t rows = seed % 4 == 0 ? RandomInt(rng, 13, 150) : RandomInt(rng, 1, 14);
     const std::int32_t out = RandomInt(rng, 1, seed % 5 == 0 ? 150 : 40);
     const std::int32_t in = RandomInt(rng, 1, seed % 7 == 0 ? 700 : 40);
     SCOPED_TRACE("seed " + std::to_string(seed));
-    const Case linear(rng, rows, out, in, dtype, stream);
+    const Case linear(rng, rows, out, in, format, stream);
     const bool with_bias = seed % 2 == 0;
     const bool with_residual = seed % 3 == 0;
     linear.ExpectRight(linear.Run(stream, with_bias, with_residual), with_bias, with_residual);
@@ -188,7 +241,7 @@ TEST_P(LinearTest, OutputsDoNotDependOnBatchOrThreads) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Rng rng(seed);
     const std::int32_t rows = RandomInt(rng, 20, 230);
-    const Case batch(rng, rows, RandomInt(rng, 1, 70), RandomInt(rng, 200, 600), kDTypes[seed % 3],
+    const Case batch(rng, rows, RandomInt(rng, 1, 70), RandomInt(rng, 200, 600), kFormats[seed % 5],
                      one);
     const std::vector<float> together = batch.Run(one, true, true);
     ASSERT_TRUE(SameBits(together, batch.Run(three, true, true)));
@@ -215,7 +268,7 @@ TEST_P(LinearTest, ResidualMayBeTheOutput) {
   CpuStream stream(2);
   for (const std::int32_t rows : {1, 9}) {
     Rng rng(rows);
-    const Case linear(rng, rows, 37, 300, DType::kBFloat16, stream);
+    const Case linear(rng, rows, 37, 300, WeightFormat::kBFloat16, stream);
     std::vector<float> y = linear.residual;
     ASSERT_TRUE(Linear({.x = linear.x.data(),
                         .weight = &linear.weight,
@@ -238,15 +291,15 @@ TEST_P(LinearTest, ResidualMayBeTheOutput) {
 TEST_P(LinearTest, NoRowsIsNothing) {
   CpuStream stream(2);
   Rng rng(1);
-  const Case linear(rng, 0, 5, 8, DType::kFloat32, stream);
+  const Case linear(rng, 0, 5, 8, WeightFormat::kFloat32, stream);
   EXPECT_TRUE(linear.Run(stream, false, false).empty());
 }
 
 TEST_P(LinearTest, EmbeddingGivesRowsAndZerosElsewhere) {
   CpuStream stream(2);
-  for (const DType dtype : kDTypes) {
+  for (const WeightFormat format : kFormats) {
     Rng rng(3);
-    const Case table(rng, 0, 43, 29, dtype, stream);
+    const Case table(rng, 0, 43, 29, format, stream);
     const std::vector<std::int32_t> ids = {99, 100, 142, 143, 0, -1, 117, 100};
     std::vector<float> out(ids.size() * 29, -7.0F);
     ASSERT_TRUE(Embedding({.weight = &table.weight,
@@ -274,23 +327,38 @@ TEST(PackedMatrixTest, StacksParts) {
   const Source b(rng, 1, 9, DType::kFloat32);
   const Source c(rng, 30, 9, DType::kBFloat16);
   const MatrixView parts[] = {a.view, b.view, c.view};
-  for (const DType dtype : kDTypes) {
-    const absl::StatusOr<PackedMatrix> packed = PackedMatrix::Pack(parts, dtype, stream);
+  for (const WeightFormat format : kFormats) {
+    const absl::StatusOr<PackedMatrix> packed = PackedMatrix::Pack(parts, format, stream);
     ASSERT_TRUE(packed.ok()) << packed.status();
     EXPECT_EQ(packed->out_features(), 48);
     EXPECT_EQ(packed->in_features(), 9);
-    EXPECT_EQ(packed->dtype(), dtype);
+    EXPECT_EQ(packed->format(), format);
     std::vector<float> want = a.stored;
     want.insert(want.end(), b.stored.begin(), b.stored.end());
     want.insert(want.end(), c.stored.begin(), c.stored.end());
     for (std::int32_t out = 0; out < 48; ++out) {
-      const std::byte* panel =
-          packed->data() + out / 16 * PanelElements(9, dtype) * DTypeBytes(dtype);
-      for (std::int32_t in = 0; in < 9; ++in) {
-        ASSERT_EQ(LoadElement(panel, PanelIndex(in, out % 16, dtype), dtype),
-                  Round(want[out * 9 + in], dtype));
-      }
+      ExpectNear(*packed, out, absl::MakeConstSpan(want).subspan(out * 9, 9));
     }
+  }
+}
+
+// Groups of zeros, of one value, of values that float16 scales hardly reach.
+TEST(PackedMatrixTest, QuantizesEveryGroupByItself) {
+  CpuStream stream(1);
+  for (const WeightFormat format : {WeightFormat::kInt8, WeightFormat::kInt4}) {
+    std::vector<float> row(5 * 32 + 3, 0.0F);
+    row[40] = -3;
+    for (int i = 64; i < 96; ++i) row[i] = static_cast<float>(i - 79) * 1e-3F;
+    for (int i = 96; i < 128; ++i) row[i] = static_cast<float>(i - 111) * 1e4F;
+    row[162] = 0.25F;
+    const MatrixView view = {row.data(), DType::kFloat32, 1, static_cast<std::int32_t>(row.size()),
+                             static_cast<std::int64_t>(row.size())};
+    const auto packed = PackedMatrix::Pack({&view, 1}, format, stream);
+    ASSERT_TRUE(packed.ok()) << packed.status();
+    ExpectNear(*packed, 0, row);
+    for (int i = 0; i < 32; ++i) EXPECT_EQ(StoredValue(*packed, 0, i), 0.0F);
+    EXPECT_NEAR(StoredValue(*packed, 0, 40), -3, 3e-3);
+    EXPECT_NEAR(StoredValue(*packed, 0, 162), 0.25, 3e-4);
   }
 }
 
@@ -300,13 +368,13 @@ TEST(PackedMatrixTest, RefusesPartsThatDisagree) {
   const Source a(rng, 3, 4, DType::kFloat32);
   const Source b(rng, 3, 5, DType::kFloat32);
   const MatrixView parts[] = {a.view, b.view};
-  EXPECT_EQ(PackedMatrix::Pack(parts, DType::kFloat32, stream).status().code(),
+  EXPECT_EQ(PackedMatrix::Pack(parts, WeightFormat::kFloat32, stream).status().code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(PackedMatrix::Pack({}, DType::kFloat32, stream).status().code(),
+  EXPECT_EQ(PackedMatrix::Pack({}, WeightFormat::kFloat32, stream).status().code(),
             absl::StatusCode::kInvalidArgument);
   MatrixView none = a.view;
   none.rows = 0;
-  EXPECT_EQ(PackedMatrix::Pack({&none, 1}, DType::kFloat32, stream).status().code(),
+  EXPECT_EQ(PackedMatrix::Pack({&none, 1}, WeightFormat::kFloat32, stream).status().code(),
             absl::StatusCode::kInvalidArgument);
 }
 
@@ -315,18 +383,22 @@ TEST(PackedMatrixTest, NamesTheFirstValueThatCannotBe) {
   struct Bad {
     float value;
     DType source;
-    DType packed;
+    WeightFormat packed;
     const char* says;
   };
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const Bad bads[] = {
-      {std::nanf(""), DType::kFloat32, DType::kBFloat16, "nan"},
-      {std::nanf(""), DType::kBFloat16, DType::kFloat16, "nan"},
-      {kInfinity, DType::kFloat16, DType::kFloat32, "inf"},
-      {-kInfinity, DType::kBFloat16, DType::kBFloat16, "-inf"},
-      {65520.0F, DType::kFloat32, DType::kFloat16, "does not fit float16"},
-      {1e20F, DType::kBFloat16, DType::kFloat16, "does not fit float16"},
-      {3.4e38F, DType::kFloat32, DType::kBFloat16, "does not fit bfloat16"},
+      {std::nanf(""), DType::kFloat32, WeightFormat::kBFloat16, "nan"},
+      {std::nanf(""), DType::kBFloat16, WeightFormat::kFloat16, "nan"},
+      {kInfinity, DType::kFloat16, WeightFormat::kFloat32, "inf"},
+      {-kInfinity, DType::kBFloat16, WeightFormat::kBFloat16, "-inf"},
+      {65520.0F, DType::kFloat32, WeightFormat::kFloat16, "does not fit float16"},
+      {1e20F, DType::kBFloat16, WeightFormat::kFloat16, "does not fit float16"},
+      {3.4e38F, DType::kFloat32, WeightFormat::kBFloat16, "does not fit bfloat16"},
+      {std::nanf(""), DType::kFloat32, WeightFormat::kInt8, "nan"},
+      {-kInfinity, DType::kBFloat16, WeightFormat::kInt4, "-inf"},
+      {8.4e6F, DType::kFloat32, WeightFormat::kInt8, "does not fit int8"},
+      {-5.3e5F, DType::kFloat32, WeightFormat::kInt4, "does not fit int4"},
   };
   for (const Bad& bad : bads) {
     Rng rng(7);
@@ -345,7 +417,7 @@ TEST(PackedMatrixTest, NamesTheFirstValueThatCannotBe) {
   Rng rng(8);
   Source fits(rng, 2, 2, DType::kFloat32);
   StoreElement(fits.bytes.data() + 1, 0, DType::kFloat32, 65519.0F);
-  EXPECT_TRUE(PackedMatrix::Pack({&fits.view, 1}, DType::kFloat16, stream).ok());
+  EXPECT_TRUE(PackedMatrix::Pack({&fits.view, 1}, WeightFormat::kFloat16, stream).ok());
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "tests/worker/family_checkpoints.h"
 #include "tests/worker/plan_runner.h"
 #include "tests/worker/reference_model.h"
+#include "worker/model/model_layout.h"
 
 namespace weft {
 namespace {
@@ -167,10 +169,12 @@ TEST_P(GoldenLogitsTest, APromptsTokensHaveTheReferencesLogProbabilities) {
 
 // Logits of prompt and teacher-forced tokens, the last 48 rows, in one chunk.
 Logits TeacherForcedLogits(const std::filesystem::path& dir, const Layout& layout, DType weights,
-                           DType kv, absl::Span<const std::int32_t> ids) {
+                           DType kv, absl::Span<const std::int32_t> ids,
+                           std::optional<WeightFormat> quantization = std::nullopt) {
   LocalGroupOptions options = OptionsOf(dir, layout);
   options.model.dtype = weights;
   options.model.kv_cache_dtype = kv;
+  options.model.quantization = quantization;
   Logits logits;
   OnLeader(options, [&](PlanRunner& runner) { return runner.Run(ids, 0, 48, logits); });
   return logits;
@@ -190,7 +194,7 @@ TEST_P(GoldenLogitsTest, LowerPrecisionCostsWhatThePrecisionCosts) {
                                     {DType::kFloat16, DType::kFloat16},
                                     {DType::kFloat32, DType::kFloat16}}) {
     SCOPED_TRACE(fmt::format("weights {}, KV {}", DTypeName(weights), DTypeName(kv)));
-    const auto reference = ReferenceModel(dir, weights, kv).Logits(ids);
+    const auto reference = ReferenceModel(dir, FormatOf(weights), kv).Logits(ids);
     const Logits alone = TeacherForcedLogits(dir, kOneRank, weights, kv, ids);
     const Logits sharded = TeacherForcedLogits(dir, kTwoShards, weights, kv, ids);
     ASSERT_EQ(alone.size(), 48U);
@@ -218,6 +222,44 @@ TEST_P(GoldenLogitsTest, LowerPrecisionCostsWhatThePrecisionCosts) {
     EXPECT_LE(apart, 2 * allowed);
     // Where rounded weights send a token to other experts, the reference itself is further off.
     EXPECT_LE(lost, 0.02 * range + (allowed > 0.02 * range ? allowed : 0));
+  }
+}
+
+// Integers are exact in all that follows their rounding: the answer is that of plain loops over the
+// same integers, whatever the layout.
+TEST_P(GoldenLogitsTest, QuantizedWeightsAnswerAsTheirValuesDo) {
+  WEFT_GOLDEN_OR_SKIP(dir, GetParam());
+  const Golden golden = LoadGolden(dir);
+  const ModelConfig config = *LoadModelConfig(dir);
+  const std::vector<std::int32_t> ids = TeacherForced(golden.Prompt("len7"));
+  const GoldenTensor& want = golden.Tensor("step_logits.len7");
+  for (const WeightFormat format : {WeightFormat::kInt8, WeightFormat::kInt4}) {
+    const auto reference = ReferenceModel(dir, format, DType::kFloat32).Logits(ids);
+    double costs = 0;
+    for (const Layout& layout : kLayouts) {
+      SCOPED_TRACE(fmt::format("{} {}", FormatName(format), layout.Name()));
+      const LayoutOptions options = OptionsOf(dir, layout).model.layout;
+      const auto shards = ShardLayout::Create(
+          options, {.num_q_heads = config.num_q_heads, .num_kv_heads = config.num_kv_heads}, 0);
+      ASSERT_TRUE(shards.ok()) << shards.status();
+      if (!CheckQuantGroups(config, *shards, false).ok()) {
+        EXPECT_GT(layout.tp, 1);
+        continue;
+      }
+      const Logits logits =
+          TeacherForcedLogits(dir, layout, DType::kFloat32, DType::kFloat32, ids, format);
+      ASSERT_EQ(logits.size(), 48U);
+      for (std::size_t i = 0; i < 48; ++i) {
+        const std::vector<double>& exact = reference[i + ids.size() - 48];
+        const double range = Range(Row(want, i));
+        // Where a value lies between two integers, they may be rounded differently.
+        EXPECT_LE(MaxDifference(exact, logits[i]), 1e-3 * range) << "row " << i;
+        costs = std::max(costs, MaxDifference(exact, Row(want, i)) / range);
+      }
+    }
+    std::printf("%s as %s: %.2e of the range\n", GetParam(),
+                std::string(FormatName(format)).c_str(), costs);
+    EXPECT_GT(costs, 2e-3);  // or this test could not see the difference
   }
 }
 

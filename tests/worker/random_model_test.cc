@@ -322,7 +322,7 @@ void CheckModel(const std::string& family, unsigned seed) {
     return absl::OkStatus();
   });
   ASSERT_EQ(logits.size(), ids.size());
-  const auto want = ReferenceModel(dir.path(), DType::kFloat32, DType::kFloat32).Logits(ids);
+  const auto want = ReferenceModel(dir.path(), WeightFormat::kFloat32, DType::kFloat32).Logits(ids);
   for (std::size_t row = 0; row < ids.size(); ++row) {
     const auto [low, high] = std::minmax_element(want[row].begin(), want[row].end());
     for (std::size_t i = 0; i < want[row].size(); ++i) {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <numeric>
+#include <optional>
 
 #include "fmt/format.h"
 #include "kernels/cpu/convert.h"
@@ -16,6 +17,37 @@ double RoundedTo(DType dtype, double value) {
   std::uint32_t memory = 0;
   kernels::StoreElement(&memory, 0, dtype, static_cast<float>(value));
   return kernels::LoadElement(&memory, 0, dtype);
+}
+
+// Rounds groups of 32 inputs to integers of `bits` bits and a float16 scale.
+void Quantize(int bits, std::size_t cols, std::vector<float>& values) {
+  for (std::size_t row = 0; row < values.size(); row += cols) {
+    for (std::size_t first = 0; first < cols; first += 32) {
+      const auto group =
+          absl::MakeSpan(values).subspan(row + first, std::min<std::size_t>(32, cols - first));
+      const double largest = *std::max_element(
+          group.begin(), group.end(), [](float a, float b) { return std::abs(a) < std::abs(b); });
+      // Of bytes -127 to 127; of halves of bytes -8 to 7, with the largest at -8.
+      const double low = bits == 8 ? -127 : -8, high = bits == 8 ? 127 : 7;
+      const double scale =
+          RoundedTo(DType::kFloat16, bits == 8 ? std::abs(largest) / high : largest / low);
+      for (float& value : group) {
+        const double q = scale == 0 ? 0 : std::clamp(std::nearbyint(value / scale), low, high);
+        value = static_cast<float>(q * scale);
+      }
+    }
+  }
+}
+
+void Round(WeightFormat format, const std::string& name, std::size_t cols,
+           std::vector<float>& values) {
+  if (const std::optional<DType> dtype = DTypeOf(format)) {
+    for (float& value : values) value = static_cast<float>(RoundedTo(*dtype, value));
+    return;
+  }
+  const bool outer = name.starts_with("lm_head.") || name.starts_with("model.embed_tokens.");
+  if (name.ends_with(".gate.weight") || name.ends_with(".kv_b_proj.weight")) return;
+  Quantize(format == WeightFormat::kInt8 || outer ? 8 : 4, cols, values);
 }
 
 void Add(const std::vector<double>& x, std::vector<double>& to, double weight = 1) {
@@ -70,7 +102,7 @@ std::vector<int> Choose(const MoeConfig& moe, const std::vector<double>& ranks) 
 
 }  // namespace
 
-ReferenceModel::ReferenceModel(const std::filesystem::path& dir, DType weights, DType kv)
+ReferenceModel::ReferenceModel(const std::filesystem::path& dir, WeightFormat weights, DType kv)
     : config_(*LoadModelConfig(dir)),
       kv_(kv),
       rope_(ComputeRopeFrequencies(config_.rope, config_.rotary_dim)) {
@@ -82,7 +114,7 @@ ReferenceModel::ReferenceModel(const std::filesystem::path& dir, DType weights, 
   }
   for (auto& [name, tensor] : tensors_) {
     if (tensor.shape.size() != 2) continue;  // norms and biases stay as they are
-    for (float& value : tensor.values) value = static_cast<float>(RoundedTo(weights, value));
+    Round(weights, name, tensor.shape.back(), tensor.values);
   }
 }
 

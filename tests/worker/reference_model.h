@@ -14,11 +14,13 @@
 namespace weft {
 
 // A forward pass of any family in plain loops and double precision, with matrices rounded to one
-// storage type and what is cached of a token to another: what a precision costs by itself. Biases,
+// storage format and what is cached of a token to a type: what a precision costs by itself. With
+// integers, routers and the up-projections of latents are float32, as LoadDecoderWeights() says of
+// a float32 model. Biases,
 // norms and experts are there where the checkpoint has them; MLA is decompressed.
 class ReferenceModel {
  public:
-  ReferenceModel(const std::filesystem::path& dir, DType weights, DType kv);
+  ReferenceModel(const std::filesystem::path& dir, WeightFormat weights, DType kv);
 
   // Logits after each token: [tokens][vocab].
   std::vector<std::vector<double>> Logits(absl::Span<const std::int32_t> token_ids) const;

@@ -206,7 +206,7 @@ class SamplingFieldsTest : public ::testing::Test {
 };
 
 TEST_F(SamplingFieldsTest, TokensAndLogprobsAreThePlainReferences) {
-  const ReferenceModel model(dir_, DType::kFloat32, DType::kFloat32);
+  const ReferenceModel model(dir_, WeightFormat::kFloat32, DType::kFloat32);
   const std::vector<Completion> completions = RunAll(SamplingOptions(dir_, 1, 1), requests_);
   for (std::size_t i = 0; i < requests_.size(); ++i) {
     SCOPED_TRACE(names_[i]);

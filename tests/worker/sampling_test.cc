@@ -161,7 +161,7 @@ TEST(SamplingTest, TheSameSeedGivesTheSameTokensInEveryBatchAndLayout) {
   WEFT_GOLDEN_OR_SKIP(dir, "llama_mqa");
   const Golden golden = LoadGolden(dir);
   const std::vector<EngineRequest> requests = ReproducibilityRequests(golden);
-  const ReferenceModel reference(dir, DType::kFloat32, DType::kFloat32);
+  const ReferenceModel reference(dir, WeightFormat::kFloat32, DType::kFloat32);
   std::vector<GroupRun> runs;
   runs.push_back({.name = "alone", .options = SamplingOptions(dir, 1, 1), .alone = true});
   for (const auto& [tp, dcp] : {std::pair(1, 1), {2, 1}, {2, 2}, {4, 2}}) {

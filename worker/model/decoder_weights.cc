@@ -19,8 +19,12 @@ using kernels::PackedMatrix;
 // Packs named parts of one checkpoint; adds the tensor's name to what packing reports.
 class Loader {
  public:
-  Loader(const Checkpoint& checkpoint, DType dtype, kernels::Stream& stream)
-      : checkpoint_(checkpoint), dtype_(dtype), stream_(stream) {}
+  Loader(const Checkpoint& checkpoint, WeightFormat format, DType dtype, kernels::Stream& stream)
+      : checkpoint_(checkpoint), format_(format), dtype_(dtype), stream_(stream) {}
+
+  Loader With(WeightFormat format) const { return {checkpoint_, format, dtype_, stream_}; }
+  // For what is small, or used in two forms that have to agree: not quantized.
+  Loader Plain() const { return With(FormatOf(dtype_)); }
 
   struct RowPart {
     std::string name;
@@ -77,13 +81,14 @@ class Loader {
  private:
   absl::StatusOr<PackedMatrix> Pack(std::string_view names,
                                     const std::vector<MatrixView>& views) const {
-    absl::StatusOr<PackedMatrix> packed = PackedMatrix::Pack(views, dtype_, stream_);
+    absl::StatusOr<PackedMatrix> packed = PackedMatrix::Pack(views, format_, stream_);
     if (packed.ok()) return packed;
     return absl::Status(packed.status().code(),
                         fmt::format("{}: {}", names, std::string(packed.status().message())));
   }
 
   const Checkpoint& checkpoint_;
+  WeightFormat format_;
   DType dtype_;
   kernels::Stream& stream_;
 };
@@ -172,30 +177,30 @@ absl::Status LoadMlaLatent(const Loader& loader, const ModelConfig& c, const Sha
   }
   ASSIGN_OR_RETURN(w.kv_a_norm, loader.Vector(prefix + "kv_a_layernorm.weight", mla.kv_lora_rank));
 
+  const Loader up = loader.Plain();
   const std::string kv_b = prefix + "kv_b_proj.weight";
   const std::int32_t head_rows = mla.qk_nope_head_dim + mla.v_head_dim;
   const std::int32_t rows = c.num_q_heads * head_rows;
   const IndexRange queries = layout.ProjectedQHeads();
   for (std::int32_t head = queries.begin; head < queries.end; ++head) {
     const std::int32_t begin = head * head_rows;
-    ASSIGN_OR_RETURN(PackedMatrix k_up, loader.Transposed(kv_b, rows, mla.kv_lora_rank,
-                                                          {begin, begin + mla.qk_nope_head_dim}));
+    ASSIGN_OR_RETURN(PackedMatrix k_up, up.Transposed(kv_b, rows, mla.kv_lora_rank,
+                                                      {begin, begin + mla.qk_nope_head_dim}));
     w.k_up.push_back(std::move(k_up));
   }
   const IndexRange own = layout.QHeads();
   for (std::int32_t head = own.begin; CanDecompress(c) && head < own.end; ++head) {
     const std::int32_t begin = head * head_rows;
-    ASSIGN_OR_RETURN(
-        PackedMatrix k,
-        loader.Rows({{kv_b, rows, {begin, begin + mla.qk_nope_head_dim}}}, mla.kv_lora_rank));
+    ASSIGN_OR_RETURN(PackedMatrix k, up.Rows({{kv_b, rows, {begin, begin + mla.qk_nope_head_dim}}},
+                                             mla.kv_lora_rank));
     w.k_from_latent.push_back(std::move(k));
   }
   const bool before_merge = MergedDim(c, layout) < c.value_dim;
   const IndexRange values = before_merge ? layout.GroupQHeads() : layout.QHeads();
   for (std::int32_t head = values.begin; head < values.end; ++head) {
     const std::int32_t begin = head * head_rows + mla.qk_nope_head_dim;
-    ASSIGN_OR_RETURN(PackedMatrix v_up, loader.Rows({{kv_b, rows, {begin, begin + mla.v_head_dim}}},
-                                                    mla.kv_lora_rank));
+    ASSIGN_OR_RETURN(PackedMatrix v_up,
+                     up.Rows({{kv_b, rows, {begin, begin + mla.v_head_dim}}}, mla.kv_lora_rank));
     w.v_up.push_back(std::move(v_up));
   }
   return absl::OkStatus();
@@ -255,8 +260,9 @@ absl::Status LoadExperts(const Loader& loader, const ModelConfig& c, const Shard
   const MoeConfig& moe = *c.moe;
   const std::string block = fmt::format("{}{}.", layer, moe.block);
   const IndexRange all_experts = {0, moe.num_experts};
-  ASSIGN_OR_RETURN(w.router, loader.Rows({{block + "gate.weight", moe.num_experts, all_experts}},
-                                         c.hidden_size));
+  ASSIGN_OR_RETURN(
+      w.router,
+      loader.Plain().Rows({{block + "gate.weight", moe.num_experts, all_experts}}, c.hidden_size));
   if (moe.score_bias) {
     ASSIGN_OR_RETURN(w.score_bias,
                      loader.Vector(block + "gate.e_score_correction_bias", moe.num_experts));
@@ -326,18 +332,21 @@ std::int64_t DecoderWeights::SizeBytes() const {
 absl::StatusOr<DecoderWeights> LoadDecoderWeights(const ModelConfig& config,
                                                   const Checkpoint& checkpoint,
                                                   const ShardLayout& layout, DType dtype,
-                                                  bool expert_parallel, kernels::Stream& stream,
+                                                  WeightFormat format, bool expert_parallel,
+                                                  kernels::Stream& stream,
                                                   const std::function<void(int done)>& on_layer) {
-  const Loader loader(checkpoint, dtype, stream);
+  const Loader loader(checkpoint, format, dtype, stream);
+  // What a token is read from and chosen by loses too much in 4 bits.
+  const Loader outer = loader.With(format == WeightFormat::kInt4 ? WeightFormat::kInt8 : format);
   const IndexRange vocab = layout.Slice(config.vocab_size);
 
   DecoderWeights weights;
   ASSIGN_OR_RETURN(
       weights.embedding,
-      loader.Rows({{"model.embed_tokens.weight", config.vocab_size, vocab}}, config.hidden_size));
+      outer.Rows({{"model.embed_tokens.weight", config.vocab_size, vocab}}, config.hidden_size));
   if (!config.tie_word_embeddings) {
-    ASSIGN_OR_RETURN(weights.lm_head, loader.Rows({{"lm_head.weight", config.vocab_size, vocab}},
-                                                  config.hidden_size));
+    ASSIGN_OR_RETURN(weights.lm_head, outer.Rows({{"lm_head.weight", config.vocab_size, vocab}},
+                                                 config.hidden_size));
   }
   checkpoint.ReleasePages();
   ASSIGN_OR_RETURN(weights.final_norm, loader.Vector("model.norm.weight", config.hidden_size));

@@ -83,13 +83,16 @@ inline const float* OrNull(const std::vector<float>& bias) {
   return bias.empty() ? nullptr : bias.data();
 }
 
-// Packs this rank's part of `checkpoint` as `dtype` (norms and biases stay fp32). `on_layer(done)`
-// is called after each layer, for progress. CheckRanksCanShare() has said yes. Errors name file,
-// tensor and value.
+// Packs this rank's part of `checkpoint` as `format`, which is `dtype` or integers. Of integers
+// only large weights are: routers and what expands latents stay `dtype`, and embedding and head are
+// int8 with int4. Norms and biases are fp32. `on_layer(done)` is called after each layer, for
+// progress. CheckRanksCanShare() has said yes, and for integers CheckQuantGroups(). Errors name
+// file, tensor and value.
 absl::StatusOr<DecoderWeights> LoadDecoderWeights(const ModelConfig& config,
                                                   const Checkpoint& checkpoint,
                                                   const ShardLayout& layout, DType dtype,
-                                                  bool expert_parallel, kernels::Stream& stream,
+                                                  WeightFormat format, bool expert_parallel,
+                                                  kernels::Stream& stream,
                                                   const std::function<void(int done)>& on_layer);
 
 }  // namespace weft

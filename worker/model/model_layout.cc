@@ -8,6 +8,7 @@
 #include "fmt/format.h"
 #include "kernels/attention.h"
 #include "server/base/ceil_div.h"
+#include "server/base/status_macros.h"
 
 namespace weft {
 namespace {
@@ -78,6 +79,32 @@ absl::Status CheckRanksCanShare(const ModelConfig& config, const ShardLayout& la
         "--tensor-parallel-size is {}; {} of this model is {}, so at most as many ranks "
         "can share it",
         tp, dimension.key, dimension.size));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckQuantGroups(const ModelConfig& config, const ShardLayout& layout,
+                              bool expert_parallel) {
+  const auto check = [](std::string_view what, std::int32_t end, std::int32_t size) {
+    if (end == size || end % kQuantGroup == 0) return absl::OkStatus();
+    return absl::InvalidArgumentError(fmt::format(
+        "--quantization takes groups of {} inputs; a rank's share of {} would end at {} of {}: "
+        "choose another --tensor-parallel-size",
+        kQuantGroup, what, end, size));
+  };
+  const auto check_width = [&](std::string_view what, std::int32_t width, std::int32_t rank) {
+    return check(what, layout.Slice(width, rank).end, width);
+  };
+  const std::int32_t value_dim = config.mla.has_value() ? config.mla->v_head_dim : config.value_dim;
+  for (std::int32_t rank = 0; rank < layout.tensor_parallel_size(); ++rank) {
+    RETURN_IF_ERROR(check("the heads' values", layout.QHeads(rank).end * value_dim,
+                          config.num_q_heads * value_dim));
+    RETURN_IF_ERROR(check_width("intermediate_size", config.intermediate_size, rank));
+    if (!config.moe.has_value()) continue;
+    RETURN_IF_ERROR(
+        check_width("the shared experts' width", config.moe->shared_intermediate_size, rank));
+    if (expert_parallel) continue;
+    RETURN_IF_ERROR(check_width("an expert's width", config.moe->intermediate_size, rank));
   }
   return absl::OkStatus();
 }

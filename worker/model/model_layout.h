@@ -16,6 +16,12 @@ namespace weft {
 absl::Status CheckRanksCanShare(const ModelConfig& config, const ShardLayout& layout,
                                 bool expert_parallel);
 
+// INVALID_ARGUMENT when a rank's share of a dimension that is summed over would end within a group
+// of integer weights (kQuantGroup): ranks quantize what they hold, a group that is cut in two would
+// have two scales, and the layout would change the answer.
+absl::Status CheckQuantGroups(const ModelConfig& config, const ShardLayout& layout,
+                              bool expert_parallel);
+
 // How many floats of each head's output the ranks of a DCP group exchange: those that attention
 // sums, or the fewer that MLA projects them to. Then a rank projects what it has of all the group's
 // heads.

@@ -107,6 +107,9 @@ struct Described {
                       *options.max_model_len, config.max_position_embeddings));
     }
     RETURN_IF_ERROR(CheckRanksCanShare(config, layout, options.expert_parallel));
+    if (options.quantization.has_value()) {
+      RETURN_IF_ERROR(CheckQuantGroups(config, layout, options.expert_parallel));
+    }
     ASSIGN_OR_RETURN(std::unique_ptr<Checkpoint> checkpoint, Checkpoint::Open(options.model_dir));
     RETURN_IF_ERROR(CheckTensors(config, *checkpoint));
     return Described{std::move(config), layout, std::move(checkpoint), std::move(warnings)};
@@ -125,6 +128,7 @@ absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kerne
   ASSIGN_OR_RETURN(Described described, Described::Read(options));
   auto& [config, layout, checkpoint, warnings] = described;
   const DType dtype = options.dtype.value_or(config.dtype);
+  const WeightFormat format = options.quantization.value_or(FormatOf(dtype));
   const DType kv_dtype =
       options.kv_cache_dtype.value_or(dtype == DType::kFloat32 ? DType::kFloat32 : DType::kFloat16);
   const KvCacheShape shape{.num_layers = config.num_layers,
@@ -134,9 +138,10 @@ absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kerne
                            .block_tokens_per_rank = layout.block_tokens_per_rank(),
                            .dtype = kv_dtype};
   const int num_layers = config.num_layers;
-  ASSIGN_OR_RETURN(DecoderWeights weights,
-                   LoadDecoderWeights(config, *checkpoint, layout, dtype, options.expert_parallel,
-                                      stream, [&](int done) { on_layer(done, num_layers); }));
+  ASSIGN_OR_RETURN(
+      DecoderWeights weights,
+      LoadDecoderWeights(config, *checkpoint, layout, dtype, format, options.expert_parallel,
+                         stream, [&](int done) { on_layer(done, num_layers); }));
   ASSIGN_OR_RETURN(std::int32_t num_blocks, BlocksThatFit(options, config, layout, shape,
                                                           weights.SizeBytes(), available_bytes));
   if (std::string note = LayoutNote(layout, config); !note.empty()) {
@@ -146,6 +151,7 @@ absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kerne
                    .layout = layout,
                    .weights = std::move(weights),
                    .dtype = dtype,
+                   .weight_format = format,
                    .kv_shape = shape,
                    .num_blocks = num_blocks,
                    .fingerprint = checkpoint->fingerprint(),
@@ -169,13 +175,14 @@ std::string RankModel::Agreement(const RankModelOptions& options) const {
   return fmt::format(
       "plan version {}, architecture {}, checkpoint {:016x}, tensor_parallel_size {}, "
       "decode_context_parallel_size {}, block_size {}, cp_kv_cache_interleave_size {}, dtype {}, "
+      "weights {}, "
       "kv_cache_dtype {}, dcp_comm_backend {}, dcp_replicate_query {}, enable_expert_parallel {}, "
       "max_num_seqs {}, max_num_batched_tokens {}",
       kPlanVersion, config.architecture, fingerprint, layout.tensor_parallel_size(),
       layout.decode_context_parallel_size(), layout.block_size(), layout.interleave(),
-      DTypeName(dtype), DTypeName(kv_shape.dtype), DcpExchangeName(options.exchange),
-      options.layout.replicate_query ? "yes" : "no", options.expert_parallel ? "yes" : "no",
-      options.max_num_seqs, options.max_num_batched_tokens);
+      DTypeName(dtype), FormatName(weight_format), DTypeName(kv_shape.dtype),
+      DcpExchangeName(options.exchange), options.layout.replicate_query ? "yes" : "no",
+      options.expert_parallel ? "yes" : "no", options.max_num_seqs, options.max_num_batched_tokens);
 }
 
 std::string RankModel::Summary(std::int32_t group_blocks, std::int64_t max_model_len) const {

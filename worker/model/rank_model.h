@@ -25,6 +25,7 @@ struct RankModelOptions {
   std::vector<Feature> features;  // that are asked for; the capability table says what is refused
   std::int32_t rank = 0;
   std::optional<DType> dtype;                 // absent: the checkpoint's
+  std::optional<WeightFormat> quantization;   // int8 or int4, of the large weights
   std::optional<DType> kv_cache_dtype;        // absent: float32 with float32 weights, else float16
   std::optional<std::int64_t> max_model_len;  // absent: auto
   std::int32_t max_num_seqs = 64;
@@ -46,6 +47,7 @@ struct RankModel {
   ShardLayout layout;
   DecoderWeights weights;
   DType dtype = DType::kFloat32;
+  WeightFormat weight_format = WeightFormat::kFloat32;  // of most weights
   KvCacheShape kv_shape;
   std::int32_t num_blocks = 0;    // that this rank's budget holds; the group uses the minimum
   std::uint64_t fingerprint = 0;  // of the checkpoint

@@ -8,7 +8,7 @@ namespace weft {
 
 std::string KvFormatOf(const RankModel& model) {
   return fmt::format("{} of checkpoint {:016x} in {}, {} layers of {} heads with {} + {} values",
-                     DTypeName(model.kv_shape.dtype), model.fingerprint, DTypeName(model.dtype),
+                     DTypeName(model.kv_shape.dtype), model.fingerprint, FormatName(model.weight_format),
                      model.kv_shape.num_layers, model.config.num_kv_heads, model.kv_shape.head_dim,
                      model.kv_shape.value_dim);
 }

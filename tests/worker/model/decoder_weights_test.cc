@@ -6,6 +6,7 @@
 #include "gtest/gtest.h"
 #include "kernels/device/stream.h"
 #include "tests/golden.h"
+#include "worker/model/model_layout.h"
 
 namespace weft {
 namespace {
@@ -77,6 +78,41 @@ TEST(MergedDimTest, IsTheFewerOfLatentAndValueWhereRanksMerge) {
 
 // Every expert and every head is on as many ranks as it should be: what the ranks hold together is
 // the checkpoint, counted in packed outputs.
+// Scales are of groups of 32 inputs, which ranks may not cut in two.
+TEST(CheckQuantGroupsTest, SaysWhichShareWouldEndWithinAGroup) {
+  const auto error_of = [](const ModelConfig& config, int tp, bool expert_parallel = false) {
+    const auto layout = ShardLayout::Create(
+        {.tensor_parallel_size = tp},
+        {.num_q_heads = config.num_q_heads, .num_kv_heads = config.num_kv_heads}, 0);
+    EXPECT_TRUE(layout.ok()) << layout.status();
+    return std::string(CheckQuantGroups(config, *layout, expert_parallel).message());
+  };
+  ModelConfig config = Experts();
+  config.moe.reset();
+  config.value_dim = 32;
+  config.intermediate_size = 192;
+  EXPECT_EQ(error_of(config, 1), "");
+  EXPECT_EQ(error_of(config, 2), "");
+  EXPECT_EQ(error_of(config, 3), "");  // 8 heads over 3 ranks: of 32 values each
+  EXPECT_THAT(error_of(config, 4), AllOf(HasSubstr("intermediate_size"), HasSubstr("48 of 192")));
+  config.value_dim = 16;  // 2, 3 and 3 heads
+  EXPECT_THAT(error_of(config, 3), AllOf(HasSubstr("the heads' values"), HasSubstr("80 of 128")));
+  config.value_dim = 7;
+  EXPECT_EQ(error_of(config, 1), "") << "a last group may be short";
+
+  config = Experts();
+  config.value_dim = 32;
+  config.intermediate_size = 64;
+  config.moe->intermediate_size = 96;
+  EXPECT_THAT(error_of(config, 2), AllOf(HasSubstr("an expert's width"), HasSubstr("48 of 96")));
+  EXPECT_EQ(error_of(config, 2, /*expert_parallel=*/true), "");
+  config.moe->intermediate_size = 128;
+  EXPECT_EQ(error_of(config, 2), "");
+  config.moe->shared_intermediate_size = 100;
+  EXPECT_THAT(error_of(config, 2),
+              AllOf(HasSubstr("the shared experts' width"), HasSubstr("50 of 100")));
+}
+
 TEST(LoadDecoderWeightsTest, RanksShareOutExpertsWholeOrByWidth) {
   WEFT_GOLDEN_OR_SKIP(dir, "deepseek_v2_lite");
   const auto config = LoadModelConfig(dir);
@@ -88,8 +124,9 @@ TEST(LoadDecoderWeightsTest, RanksShareOutExpertsWholeOrByWidth) {
     int columns = 0;
     for (int rank = 0; rank < 3; ++rank) {
       const auto layout = ShardLayout::Create({.tensor_parallel_size = 3}, {4, 1}, rank);
-      const auto weights = LoadDecoderWeights(*config, **checkpoint, *layout, DType::kFloat32,
-                                              expert_parallel, stream, [](int) {});
+      const auto weights =
+          LoadDecoderWeights(*config, **checkpoint, *layout, DType::kFloat32,
+                             WeightFormat::kFloat32, expert_parallel, stream, [](int) {});
       ASSERT_TRUE(weights.ok()) << weights.status();
       EXPECT_TRUE(weights->layers[0].moe.down.empty());  // a dense layer
       const MoeWeights& moe = weights->layers[1].moe;

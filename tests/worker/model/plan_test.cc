@@ -159,7 +159,8 @@ std::int64_t Loaded(const DecoderWeights& weights) {
                           &w.down, &w.moe.router}) {
       count += of(*m);
     }
-    for (const auto* list : {&w.mla.k_up, &w.mla.k_from_latent, &w.mla.v_up, &w.moe.gate_up, &w.moe.down}) {
+    for (const auto* list :
+         {&w.mla.k_up, &w.mla.k_from_latent, &w.mla.v_up, &w.moe.gate_up, &w.moe.down}) {
       for (const auto& m : *list) count += of(m);
     }
     for (const auto* v :
@@ -189,8 +190,9 @@ TEST(PlanTest, WeightsAreThoseThatARankLoads) {
              .decode_context_parallel_size = dcp,
              .replicate_query = replicated},
             {.num_q_heads = config.num_q_heads, .num_kv_heads = config.num_kv_heads}, rank);
-        const auto weights = LoadDecoderWeights(config, **checkpoint, layout, DType::kFloat32,
-                                                experts, stream, [](int) {});
+        const auto weights =
+            LoadDecoderWeights(config, **checkpoint, layout, DType::kFloat32,
+                               WeightFormat::kFloat32, experts, stream, [](int) {});
         ASSERT_TRUE(weights.ok()) << weights.status();
         EXPECT_EQ(CountWeights(config, layout, experts).total(), Loaded(*weights));
       }
