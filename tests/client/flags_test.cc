@@ -49,6 +49,7 @@ const std::vector<std::string> kEveryGroupFlag = {
     "--served-model-name=tiny",
     "--log-level=debug",
     "--dtype=float32",
+    "--quantization=int8",
     "--max-model-len=4K",
     "--device=cuda",
     "--tensor-parallel-size=4",
