@@ -45,6 +45,7 @@ def run(command):
 
 def measure_weft(args, cell):
     command = [args.weft / "engine_bench", "--model", args.model, "--dtype", "float16"]
+    command += ["--quantization", args.quantization]
     command += ["--threads", str(args.threads), "--tries", REPEATS, *WEFT_CELLS[cell]]
     return json.loads(run(command))
 
@@ -97,7 +98,7 @@ def print_report(result):
     about = result["machine"]
     print(
         f"{about['cpu']}, {about['cpus']} CPUs ({' '.join(about['features'])}), "
-        f"{result['threads']} threads, {result['rounds']} rounds, weights float16, KV float16"
+        f"{result['threads']} threads, {result['rounds']} rounds, weights {result['weights']}, KV float16"
     )
     print(f"load average {result['load_before']} before, {result['load_after']} after")
     print(f"{'tokens/s, median (min..max)':32}{'weft':>20}{'llama.cpp':>20}{'ratio':>20}")
@@ -137,6 +138,8 @@ def main():
     parser.add_argument("--peer", type=pathlib.Path, required=True, help="folder of llama-bench")
     parser.add_argument("--model", type=pathlib.Path, required=True)
     parser.add_argument("--gguf", type=pathlib.Path, required=True)
+    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"),
+                        help="of Weft's weights; --gguf is the peer's equivalent")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=pathlib.Path, help="default: tests/bench/results/peer.json")
@@ -148,6 +151,7 @@ def main():
         "machine": machine(),
         "threads": args.threads,
         "rounds": args.rounds,
+        "weights": "float16" if args.quantization == "none" else args.quantization,
         "load_before": "{:.1f} {:.1f} {:.1f}".format(*os.getloadavg()),
         "weft": {cell: [] for cell in WEFT_CELLS},
         "peer": {cell: [] for cell in PEER_CELLS},

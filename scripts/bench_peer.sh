@@ -2,7 +2,8 @@
 # Runs Weft and llama.cpp side by side on SmolLM2-135M in float16 with two threads, in interleaved
 # rounds, and prints medians, ratios and the share of this machine's limits. Builds what is missing
 # the first time: llama.cpp takes about 8 minutes on two free cores.
-#   scripts/bench_peer.sh [--peer DIR] [--rounds 5] [--threads 2] [--output FILE]
+#   scripts/bench_peer.sh [--peer DIR] [--rounds 5] [--threads 2] [--quantization int8|int4] [--output FILE]
+# --quantization: beside llama.cpp's q8_0 or q4_0, which have groups of 32 with a scale, too.
 # DIR holds llama-bench, llama-batched-bench and llama-quantize; without it they are built into
 # .deps/llama.cpp. WEFT_BENCH_BUILD names another build folder of Weft than build/release.
 set -euo pipefail
@@ -54,13 +55,29 @@ make_gguf() {
   mv "$f16.part" "$f16"
 }
 
-peer=
+# quantize TYPE: the same weights in llama.cpp's TYPE.
+quantize() {
+  local -r to=$models/smollm2-135m-$1.gguf
+  if [[ -e $to ]]; then return; fi
+  "$peer/llama-quantize" "$models/smollm2-135m-f16.gguf" "$to.part" "$1" >"$models/quantize.log" 2>&1
+  mv "$to.part" "$to"
+}
+
+peer= gguf=f16
 arguments=()
 while (($# > 0)); do
   case "$1" in
     --peer) peer=${2:?--peer takes a folder} && shift 2 ;;
+    --quantization)
+      case "${2-}" in
+        int8) gguf=q8_0 ;;
+        int4) gguf=q4_0 ;;
+        *) echo "bench_peer: --quantization takes int8 or int4" >&2 && exit 2 ;;
+      esac
+      arguments+=("$1" "$2") && shift 2
+      ;;
     --rounds | --threads | --output) arguments+=("$1" "${2:?$1 takes a value}") && shift 2 ;;
-    *) sed -n '2,7s/^# \?//p' "$0" >&2 && exit 2 ;;
+    *) sed -n '2,8s/^# \?//p' "$0" >&2 && exit 2 ;;
   esac
 done
 
@@ -72,6 +89,7 @@ if [[ -z $peer ]]; then
   peer=$tree/build/bin
 fi
 make_gguf
+[[ $gguf == f16 ]] || quantize "$gguf"
 if [[ $build == build/release ]]; then
   export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
   cmake --preset release >/dev/null
@@ -79,4 +97,4 @@ fi
 ninja --quiet -C "$build" engine_bench
 
 exec .venv/bin/python scripts/bench_peer.py --peer "$peer" --weft "$build/bin" \
-  --model models/smollm2-135m-instruct --gguf "$models/smollm2-135m-f16.gguf" "${arguments[@]}"
+  --model models/smollm2-135m-instruct --gguf "$models/smollm2-135m-$gguf.gguf" "${arguments[@]}"

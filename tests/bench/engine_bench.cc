@@ -18,6 +18,7 @@
 #include "server/base/check.h"
 #include "tests/bench/machine_limits.h"
 #include "tests/worker/local_group.h"
+#include "worker/model/model_layout.h"
 
 namespace weft {
 namespace {
@@ -25,6 +26,7 @@ namespace {
 struct BenchOptions {
   std::string model_dir;
   std::string dtype = "float16";
+  std::string quantization = "none";
   int threads = 2;
   int batch = 1;
   int prompt_tokens = 512;
@@ -111,6 +113,9 @@ std::unique_ptr<LocalGroup> StartGroup(const BenchOptions& options) {
   group.model.model_dir = options.model_dir;
   group.model.dtype = ParseDType(options.dtype);
   CHECK_MSG(group.model.dtype.has_value(), fmt::format("no dtype {}", options.dtype));
+  group.model.quantization = ParseQuantization(options.quantization);
+  CHECK_MSG(group.model.quantization.has_value() == (options.quantization != "none"),
+            fmt::format("no quantization {}", options.quantization));
   group.model.kv_cache_dtype = DType::kFloat16;  // the default of `weft serve` and of llama.cpp
   group.model.max_num_batched_tokens = options.max_num_batched_tokens;
   group.model.max_model_len = 2048;
@@ -131,14 +136,18 @@ void Run(const BenchOptions& options) {
   const auto after = kernels::MeasureMachineLimits(stream);
   std::sort(tries.begin(), tries.end());
 
-  const DecoderWeights& weights = group->model(0).weights;
+  const RankModel& model = group->model(0);
+  const DecoderWeights& weights = model.weights;
   // What a step reads: of two tables, only the head's.
   const bool tied = weights.lm_head.out_features() == 0;
   const std::int64_t bytes = weights.SizeBytes() - (tied ? 0 : weights.embedding.size_bytes());
+  const std::int64_t table = std::int64_t{model.config.vocab_size} * model.config.hidden_size;
+  const std::int64_t count =
+      CountWeights(model.config, model.layout, false).total() - (tied ? 0 : table);
   const nlohmann::json result = {
       {"tokens_per_second", tries[tries.size() / 2]},
       {"weight_bytes", bytes},
-      {"flops_per_token", 2.0 * static_cast<double>(bytes) / DTypeBytes(group->model(0).dtype)},
+      {"flops_per_token", 2.0 * static_cast<double>(count)},
       {"bytes_per_second", std::max(before.bytes_per_second, after.bytes_per_second)},
       {"flops_per_second", std::max(before.flops_per_second, after.flops_per_second)},
       {"cpu_target", kernels::CpuTargetName()},
@@ -154,6 +163,7 @@ int main(int argc, char** argv) {
   CLI::App app("Speed of the whole engine, one rank, no gRPC");
   app.add_option("--model", options.model_dir)->required();
   app.add_option("--dtype", options.dtype)->capture_default_str();
+  app.add_option("--quantization", options.quantization)->capture_default_str();
   app.add_option("--threads", options.threads)->capture_default_str();
   app.add_option("--batch", options.batch)->capture_default_str();
   app.add_option("--prompt", options.prompt_tokens)->capture_default_str();
