@@ -22,14 +22,16 @@ struct MatrixView {
 };
 
 // A weight [out_features, in_features], repacked once at load into the order the kernels read it:
-// panels of 16 outputs that serve one row and many alike. Immutable after Pack(). Movable.
+// on the CPU panels of 16 outputs that serve one row and many alike, on a device rows as they are.
+// Immutable after Pack(). Movable.
 class PackedMatrix {
  public:
   PackedMatrix() = default;
 
-  // Stacks `parts` (equal cols) in order, rounds to `format` and packs, in parallel on `stream`: a
-  // DType to nearest even; integers to the nearest multiple of their group's scale, the smallest
-  // with which the largest value of the group is in -127..127, or -8..7.
+  // Stacks `parts` (equal cols) in order, rounds to `format` and packs, in parallel on the host;
+  // the result is where kernels of `stream` read, on a device a DType. Rounds to a DType to nearest
+  // even; to integers to the nearest multiple of their group's scale, the smallest with which the
+  // largest value of the group is in -127..127, or -8..7.
   // INVALID_ARGUMENT if the parts disagree or a dimension is not positive. FAILED_PRECONDITION if a
   // value is NaN or infinite, or too large: the message names row and column of which part.
   static absl::StatusOr<PackedMatrix> Pack(absl::Span<const MatrixView> parts, WeightFormat format,

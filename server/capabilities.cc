@@ -37,7 +37,15 @@ std::string Subject(const CapabilityRule& rule, AttentionKind kind, Feature feat
 }  // namespace
 
 std::string_view DeviceName(Device device) {
-  return device == Device::kCpu ? "--device=cpu" : "--device=cuda";
+  switch (device) {
+    case Device::kCpu:
+      return "--device=cpu";
+    case Device::kCuda:
+      return "--device=cuda";
+    case Device::kCudaEmu:
+      return "--device=cuda-emu";
+  }
+  CheckFailed(__FILE__, __LINE__, "device", "unreachable");
 }
 
 std::string_view AttentionKindName(AttentionKind kind) {
@@ -84,12 +92,13 @@ std::string_view FeatureName(Feature feature) {
 
 absl::Span<const CapabilityRule> CapabilityRules() {
   static const auto& rules = *new std::vector<CapabilityRule>{
-      {.devices = {Device::kCuda},
-       .capability = {Support::kRefused, "this build has no kernels for it; only cpu is there"}},
       {.kinds = {AttentionKind::kSparseMla},
        .capability = {Support::kRefused,
                       "attention to the keys that an indexer picks is not "
                       "there; models with dense attention are served"}},
+      {.devices = {Device::kCuda, Device::kCudaEmu},
+       .features = {Feature::kKvTransfer},
+       .capability = {Support::kRefused, "only --device=cpu hands KV over"}},
       {.features = {Feature::kPrefillContextParallel},
        .capability = {Support::kRefused,
                       "only 1 is supported: prefill shares the ranks of decode"}},

@@ -14,7 +14,8 @@
 
 namespace weft {
 
-enum class Device : std::uint8_t { kCpu, kCuda };
+// kCudaEmu: the CUDA backend on the CPU, for tests.
+enum class Device : std::uint8_t { kCpu, kCuda, kCudaEmu };
 enum class AttentionKind : std::uint8_t { kGqa, kSlidingWindow, kMla, kSparseMla };
 enum class Feature : std::uint8_t {
   kDecodeContextParallel,
@@ -30,7 +31,7 @@ enum class Feature : std::uint8_t {
   kSpeculativeDecoding,
 };
 
-inline constexpr std::array kDevices = {Device::kCpu, Device::kCuda};
+inline constexpr std::array kDevices = {Device::kCpu, Device::kCuda, Device::kCudaEmu};
 inline constexpr std::array kAttentionKinds = {AttentionKind::kGqa, AttentionKind::kSlidingWindow,
                                                AttentionKind::kMla, AttentionKind::kSparseMla};
 inline constexpr std::array kFeatures = {Feature::kDecodeContextParallel,

@@ -92,8 +92,14 @@ void GroupFlags::AddTo(OptionParser& parser) {
              "auto: the model's, lowered to what fits");
 
   parser.Group("Layout");
-  parser.AddEnum("--device", &device, {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}},
-                 "What the ranks compute on; only cpu is there");
+  parser.AddEnum("--device", &device,
+                 {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}, {"cuda-emu", Device::kCudaEmu}},
+                 "What the ranks compute on: cuda is one GPU a rank, and has been run on none yet; "
+                 "cuda-emu is the same on the CPU, for tests");
+  parser.Add(
+      "--enforce-eager", &enforce_eager,
+      "With --device=cuda: launch the kernels of a step that decodes one by one, not as a graph; "
+      "several ranks and mixtures of experts need it");
   parser.Add("--tensor-parallel-size,-tp", &tensor_parallel_size, "Ranks of the group",
              Range(1, kMaxRanks));
   parser.Add("--decode-context-parallel-size,-dcp", &decode_context_parallel_size,

@@ -44,6 +44,7 @@ struct GroupFlags : CommonFlags {
   std::string dcp_comm_backend = "ag_rs";
   bool dcp_replicate_query = false;
   bool enable_expert_parallel = false;
+  bool enforce_eager = false;
   // Known so that it is refused with a reason; see capabilities.h.
   std::string speculative_config;
 

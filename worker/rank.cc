@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "fmt/format.h"
+#include "kernels/device/device_stream.h"
 #include "server/base/bounded_time.h"
 #include "server/base/check.h"
 #include "server/base/status_macros.h"
@@ -35,7 +36,8 @@ RunnerOptions RunnerOptionsOf(const GroupAgreement& agreement, const RankOptions
           .exchange = options.exchange,
           .progress = &progress.ticks(),
           .mla_form = options.mla_form,
-          .gather_all_logits = options.gather_all_logits};
+          .gather_all_logits = options.gather_all_logits,
+          .graphs = options.graphs};
 }
 
 }  // namespace
@@ -80,8 +82,8 @@ absl::StatusOr<std::unique_ptr<Rank>> Rank::Start(const RankModel& model,
                                                   kernels::Stream& stream, Progress& progress,
                                                   std::unique_ptr<KvTransferSetup> kv) {
   std::unique_ptr<Rank> rank(new Rank(model, agreement, options, fabric, progress));
-  ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> meeting, rank->Connect());
-  ASSIGN_OR_RETURN(rank->cache_, KvCache::Create(model.kv_shape, agreement.num_blocks));
+  ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> meeting, rank->Connect(stream));
+  ASSIGN_OR_RETURN(rank->cache_, KvCache::Create(model.kv_shape, agreement.num_blocks, stream));
   RunnerOptions runner_options = RunnerOptionsOf(agreement, options, progress);
   if (kv != nullptr) {
     rank->kv_mover_ =
@@ -92,11 +94,11 @@ absl::StatusOr<std::unique_ptr<Rank>> Rank::Start(const RankModel& model,
   ASSIGN_OR_RETURN(rank->runner_,
                    RankRunner::Create(model.config, model.layout, model.weights, rank->cache_,
                                       *rank->world_, *rank->dcp_, runner_options, stream));
-  RETURN_IF_ERROR(rank->MeetOthers(*meeting, stream));
+  RETURN_IF_ERROR(rank->MeetOthers(*meeting, kernels::HostOf(stream)));
   return rank;
 }
 
-absl::StatusOr<std::unique_ptr<Communicator>> Rank::Connect() {
+absl::StatusOr<std::unique_ptr<Communicator>> Rank::Connect(kernels::Stream& stream) {
   const ShardLayout& layout = model_.layout;
   const std::int32_t tp = layout.tensor_parallel_size();
   if (tp > 1) {
@@ -120,24 +122,29 @@ absl::StatusOr<std::unique_ptr<Communicator>> Rank::Connect() {
 
   const std::shared_ptr<CollectiveMux> mux = tp > 1 ? MakeCollectiveMux(fabric_) : nullptr;
   const RunnerOptions runner_options = RunnerOptionsOf(agreement_, options_, progress_);
-  const auto make = [&](std::uint32_t id, std::int32_t first, std::int32_t count,
-                        std::int64_t max_bytes,
-                        absl::Duration stall_timeout) -> std::unique_ptr<Communicator> {
+  const auto make =
+      [&](std::uint32_t id, std::int32_t first, std::int32_t count, std::int64_t max_bytes,
+          absl::Duration stall_timeout) -> absl::StatusOr<std::unique_ptr<Communicator>> {
     if (count == 1) return MakeSelfCommunicator();
-    return MakeFabricCommunicator(mux, layout.rank() - first,
-                                  absl::MakeSpan(peers_).subspan(first, count),
-                                  absl::MakeSpan(tags).subspan(first, count),
-                                  {.id = id,
-                                   .max_bytes = max_bytes,
-                                   .stall_timeout = stall_timeout,
-                                   .progress = &progress_.ticks()});
+    std::unique_ptr<Communicator> host = MakeFabricCommunicator(
+        mux, layout.rank() - first, absl::MakeSpan(peers_).subspan(first, count),
+        absl::MakeSpan(tags).subspan(first, count),
+        {.id = id,
+         .max_bytes = max_bytes,
+         .stall_timeout = stall_timeout,
+         .progress = &progress_.ticks()});
+    kernels::DeviceStream* const device = kernels::OnDevice(stream);
+    if (device == nullptr) return host;
+    return MakeStagedCommunicator(std::move(host), max_bytes, *device);
   };
   const std::int32_t dcp = layout.decode_context_parallel_size();
-  world_ = make(0, 0, tp, RankRunner::MaxCollectiveBytes(model_.config, layout, runner_options),
-                options_.stall_timeout);
-  dcp_ = make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp,
-              MaxAttentionCollectiveBytes(model_.config, layout, options_.max_num_batched_tokens),
-              options_.stall_timeout);
+  ASSIGN_OR_RETURN(
+      world_, make(0, 0, tp, RankRunner::MaxCollectiveBytes(model_.config, layout, runner_options),
+                   options_.stall_timeout));
+  ASSIGN_OR_RETURN(dcp_, make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp,
+                              MaxAttentionCollectiveBytes(model_.config, layout,
+                                                          options_.max_num_batched_tokens),
+                              options_.stall_timeout));
   // Ranks get here at different times: some have more to allocate, or a slower disk.
   return make(1 + tp, 0, tp, kMeetingBytesPerRank * tp, kMeetingTimeout);
 }

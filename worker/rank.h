@@ -84,6 +84,7 @@ struct RankOptions {
   absl::Duration stall_timeout = absl::Seconds(3);
   std::optional<MlaForm> mla_form;  // see RunnerOptions
   bool gather_all_logits = false;
+  bool graphs = false;
 };
 
 // What a rank needs that exchanges KV with other groups.
@@ -131,7 +132,7 @@ class Rank {
        Fabric& fabric, Progress& progress);
 
   // Makes peers and communicators; the result is for MeetOthers() alone.
-  absl::StatusOr<std::unique_ptr<Communicator>> Connect();
+  absl::StatusOr<std::unique_ptr<Communicator>> Connect(kernels::Stream& stream);
   absl::Status MeetOthers(Communicator& meeting, kernels::Stream& stream);
   absl::Status SendPlan(const StepPlan& plan);
   // Waits until the plan sent last is out of our hands.

@@ -19,6 +19,7 @@
 #include "absl/time/clock.h"
 #include "fmt/format.h"
 #include "kernels/device/cpu_target.h"
+#include "kernels/device/cuda_module.h"
 #include "server/base/bounded_time.h"
 #include "server/base/log.h"
 #include "server/base/status_macros.h"
@@ -75,6 +76,7 @@ RankModelOptions ModelOptionsOf(const RankProcessOptions& options) {
                      .interleave = flags.cp_kv_cache_interleave_size,
                      .replicate_query = flags.dcp_replicate_query},
           .device = flags.device,
+          .graphs = flags.device != Device::kCpu && !flags.enforce_eager,
           .features = flags.Features(),
           .rank = options.rank,
           .dtype = ParseDType(flags.dtype),
@@ -173,9 +175,10 @@ class RankProcess {
   void Observe() { progress_.Observe(stream_.pool().num_claims()); }
 
   absl::Status Load() {
+    RETURN_IF_ERROR(OpenDevice());
     const absl::Time start = absl::Now();
     absl::Time next_report = start + absl::Seconds(1);
-    ASSIGN_OR_RETURN(model_, RankModel::Load(model_options_, stream_, [&](int done, int of) {
+    ASSIGN_OR_RETURN(model_, RankModel::Load(model_options_, stream(), [&](int done, int of) {
                        if (absl::Now() < next_report) return;
                        next_report = absl::Now() + absl::Seconds(1);
                        spdlog::info("loaded {} of {} layers", done, of);
@@ -196,6 +199,20 @@ class RankProcess {
     return absl::OkStatus();
   }
 
+  // Nothing for --device=cpu.
+  absl::Status OpenDevice() {
+    if (model_options_.device == Device::kCpu) return absl::OkStatus();
+    const auto module = model_options_.device == Device::kCuda ? kernels::CudaModule::kCuda
+                                                               : kernels::CudaModule::kEmulated;
+    ASSIGN_OR_RETURN(
+        device_, kernels::OpenCudaDevice(module, options_.rank % options_.local_ranks, stream_));
+    spdlog::info("computing on {}", device_->name());
+    return absl::OkStatus();
+  }
+  kernels::Stream& stream() {
+    return device_ != nullptr ? *device_ : static_cast<kernels::Stream&>(stream_);
+  }
+
   // `on_kv_report` is called until StopKv().
   absl::Status Start(const GroupAgreement& agreement, KvMover::OnReport on_kv_report) {
     std::unique_ptr<KvTransferSetup> kv;
@@ -210,8 +227,9 @@ class RankProcess {
                                  {.max_num_seqs = options_.group.max_num_seqs,
                                   .max_num_batched_tokens = options_.group.max_num_batched_tokens,
                                   .exchange = model_options_.exchange,
-                                  .stall_timeout = options_.group.stall_timeout},
-                                 *fabric_, stream_, progress_, std::move(kv)));
+                                  .stall_timeout = options_.group.stall_timeout,
+                                  .graphs = model_options_.graphs},
+                                 *fabric_, stream(), progress_, std::move(kv)));
     spdlog::info("memory: {:.1f} MB weights, {:.1f} MB KV, {:.1f} MB workspace",
                  static_cast<double>(model_->weights.SizeBytes()) / 1e6,
                  static_cast<double>(rank_->kv_bytes()) / 1e6,
@@ -257,6 +275,7 @@ class RankProcess {
   MetricRegistry registry_;
   Progress progress_;
   kernels::CpuStream stream_;
+  std::unique_ptr<kernels::DeviceStream> device_;  // null: the CPU is the device
   SupervisorLink& link_;
   const KvTransferConfig kv_config_;
   std::optional<RankModel> model_;

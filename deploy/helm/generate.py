@@ -20,7 +20,7 @@ OWNED = {"model", "served-model-name", "host", "port", "listen", "groups", "metr
          "rank", "local-ranks", "leader-address", "config", "print-config", "version",
          "ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "worker-ssl-certfile", "worker-ssl-keyfile",
          "worker-ssl-ca-certs", "api-keys-file", "join-secret-file"}
-FLAG = re.compile(r"^  (?:-\w,)?--([\w-]+)(?:,\S+)?(?: ([A-Z]+|\w+(?:\|\w+)+))?(?:\s+(.*))?$")
+FLAG = re.compile(r"^  (?:-\w,)?--([\w-]+)(?:,\S+)?(?: ([A-Z]+|[\w-]+(?:\|[\w-]+)+))?(?:\s+(.*))?$")
 
 
 def schema_of(kind, help_text):

@@ -247,6 +247,7 @@ class Launch {
 }  // namespace
 
 absl::Status GqaAttention(const GqaAttentionParams& params, void* workspace, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->GqaAttention(params, workspace);
   const bool latent = params.v_blocks == nullptr;
   const int max_head_dim = latent ? kMaxLatentDim : kMaxHeadDim;
   if (params.head_dim <= 0 || params.head_dim % 8 != 0 || params.head_dim > max_head_dim) {
@@ -268,7 +269,9 @@ absl::Status GqaAttention(const GqaAttentionParams& params, void* workspace, Str
 std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_q_heads,
                                         std::int32_t head_dim, std::int32_t value_dim,
                                         const Stream& stream) {
-  DCHECK(stream.device() == DeviceKind::kCpu);
+  if (const DeviceStream* const device = OnDevice(stream)) {
+    return device->GqaAttentionWorkspaceBytes(max_rows, num_q_heads, value_dim);
+  }
   const std::int64_t threads = static_cast<const CpuStream&>(stream).num_threads();
   const std::int64_t records = (std::int64_t{max_rows} * 2 + kParallelParts) * num_q_heads;
   return (records * RecordFloats(value_dim) +
@@ -278,6 +281,7 @@ std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_
 }
 
 absl::Status KvAppend(const KvAppendParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->KvAppend(params);
   const KvAppendParams& p = params;
   const std::int64_t head_elements = std::int64_t{p.block_tokens_per_rank} * p.head_dim;
   const std::int64_t row_cost = std::int64_t{8} * p.num_kv_heads * p.head_dim;

@@ -104,6 +104,7 @@ HWY_EXPORT(RopeRows);
 HWY_EXPORT(SiluMulRows);
 
 absl::Status RmsNorm(const RmsNormParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->RmsNorm(params);
   const auto rows = HWY_DYNAMIC_DISPATCH(RmsNormHeads);
   ParallelRows(PoolOf(stream), std::int64_t{params.num_rows} * params.num_heads, params.size,
                [&](std::int64_t begin, std::int64_t end) { rows(params, begin, end); });
@@ -111,6 +112,7 @@ absl::Status RmsNorm(const RmsNormParams& params, Stream& stream) {
 }
 
 absl::Status Rope(const RopeParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->Rope(params);
   DCHECK(params.head_dim % 2 == 0);
   const auto rows = HWY_DYNAMIC_DISPATCH(RopeRows);
   ParallelRows(PoolOf(stream), params.num_rows, std::int64_t{params.num_heads} * params.head_dim,
@@ -119,6 +121,7 @@ absl::Status Rope(const RopeParams& params, Stream& stream) {
 }
 
 absl::Status SiluMul(const SiluMulParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->SiluMul(params);
   const auto rows = HWY_DYNAMIC_DISPATCH(SiluMulRows);
   ParallelRows(PoolOf(stream), params.num_rows, std::int64_t{4} * params.size,
                [&](std::int64_t begin, std::int64_t end) { rows(params, begin, end); });
@@ -126,6 +129,7 @@ absl::Status SiluMul(const SiluMulParams& params, Stream& stream) {
 }
 
 absl::Status GatherRows(const GatherRowsParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->GatherRows(params);
   ParallelRows(PoolOf(stream), params.num_rows, params.size,
                [&](std::int64_t begin, std::int64_t end) {
                  for (std::int64_t row = begin; row < end; ++row) {

@@ -298,6 +298,7 @@ float GumbelNoise(std::uint64_t seed, std::int64_t position, std::int32_t token_
 }
 
 absl::Status GumbelArgmax(const GumbelArgmaxParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->GumbelArgmax(params);
   DCHECK(params.vocab_size > 0);
   ThreadPool& pool = PoolOf(stream);
   const auto slice = HWY_DYNAMIC_DISPATCH(SliceTask);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/device/device_stream.h"
+
 namespace weft::kernels {
 namespace {
 
@@ -28,6 +30,8 @@ void ForEachPart(const HeadExchangeParams& p, Stream& stream, Copy copy) {
 
 absl::Status UnpackHeads(const HeadExchangeParams& params, const float* parts, float* heads,
                          Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream))
+    return device->UnpackHeads(params, parts, heads);
   ForEachPart(params, stream,
               [&](std::int64_t at_part, std::int64_t at_head, std::int64_t floats, std::int64_t) {
                 std::memcpy(heads + at_head, parts + at_part, floats * sizeof(float));
@@ -37,6 +41,8 @@ absl::Status UnpackHeads(const HeadExchangeParams& params, const float* parts, f
 
 absl::Status PackHeads(const HeadExchangeParams& params, const float* heads, float padding,
                        float* parts, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream))
+    return device->PackHeads(params, heads, padding, parts);
   ForEachPart(params, stream,
               [&](std::int64_t at_part, std::int64_t at_head, std::int64_t floats,
                   std::int64_t padded_floats) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/device/device_stream.h"
 #include "kernels/device/stream.h"
 #include "kernels/device/thread_pool.h"
 #include "server/base/ceil_div.h"

@@ -6,6 +6,7 @@
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/launch.h"
 #include "kernels/cpu/panel.h"
+#include "server/base/status_macros.h"
 
 #ifndef WEFT_KERNELS_CPU_LINEAR_ONCE_
 #define WEFT_KERNELS_CPU_LINEAR_ONCE_
@@ -276,6 +277,10 @@ absl::Status Linear(const LinearParams& params, Stream& stream) {
 }
 
 absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) {
+    for (const LinearParams& params : products) RETURN_IF_ERROR(device->Linear(params));
+    return absl::OkStatus();
+  }
   ThreadPool& pool = PoolOf(stream);
   // As many tasks a product as the one with the most rows has; the others return from some at once.
   std::int64_t tasks = 0;
@@ -296,6 +301,7 @@ absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stre
 }
 
 absl::Status Embedding(const EmbeddingParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->Embedding(params);
   const PackedMatrix& weight = *params.weight;
   const std::int32_t size = weight.in_features();
   const std::int64_t panel_bytes = PanelBytes(size, weight.format());

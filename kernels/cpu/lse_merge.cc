@@ -39,6 +39,7 @@ Total TotalOf(const float* lse, std::int64_t stride, std::int32_t num_parts) {
 }  // namespace
 
 absl::Status LseScale(const LseScaleParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->LseScale(params);
   const std::int64_t heads = std::int64_t{params.num_rows} * params.num_heads;
   ParallelRows(PoolOf(stream), heads, params.head_dim + 32,
                [&](std::int64_t begin, std::int64_t end) {
@@ -57,6 +58,7 @@ absl::Status LseScale(const LseScaleParams& params, Stream& stream) {
 }
 
 absl::Status LseMerge(const LseMergeParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->LseMerge(params);
   const std::int64_t heads = std::int64_t{params.num_rows} * params.num_heads;
   const std::int64_t cost = std::int64_t{params.num_parts} * (params.head_dim + 32);
   ParallelRows(PoolOf(stream), heads, cost, [&](std::int64_t begin, std::int64_t end) {

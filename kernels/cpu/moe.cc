@@ -98,6 +98,7 @@ void RouteRow(const RouteRowsParams& p, std::int64_t row) {
 }  // namespace
 
 absl::Status RouteRows(const RouteRowsParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->RouteRows(params);
   DCHECK(params.num_groups <= kMaxExpertGroups);
   ParallelRows(PoolOf(stream), params.num_rows,
                std::int64_t{params.num_experts} * (8 + params.top_k),
@@ -107,7 +108,8 @@ absl::Status RouteRows(const RouteRowsParams& params, Stream& stream) {
   return absl::OkStatus();
 }
 
-absl::Status SortByExpert(const SortByExpertParams& p, Stream& /*stream*/) {
+absl::Status SortByExpert(const SortByExpertParams& p, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->SortByExpert(p);
   const std::int64_t count = std::int64_t{p.num_rows} * p.top_k;
   const auto local = [&](std::int64_t i) { return p.experts[i] - p.first_expert; };
   const auto is_local = [&](std::int64_t i) { return local(i) >= 0 && local(i) < p.num_local; };
@@ -128,6 +130,7 @@ absl::Status SortByExpert(const SortByExpertParams& p, Stream& /*stream*/) {
 }
 
 absl::Status CombineExperts(const CombineExpertsParams& p, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->CombineExperts(p);
   ParallelRows(PoolOf(stream), p.num_rows, std::int64_t{p.size} * p.top_k,
                [&](std::int64_t begin, std::int64_t end) {
                  for (std::int64_t row = begin; row < end; ++row) {

@@ -9,6 +9,7 @@
 #include "kernels/cpu/launch.h"
 #include "kernels/cpu/panel.h"
 #include "kernels/linear.h"
+#include "server/base/check.h"
 #include "server/base/status_macros.h"
 
 namespace weft::kernels {
@@ -62,12 +63,14 @@ bool Fits(float value, WeightFormat format) {
   return std::isfinite(LoadElement(&rounded, 0, *DTypeOf(format)));
 }
 
-// Packs one row; the first column whose value does not fit, or -1.
+// Packs one row: as a lane of a panel, or, of lane kWholeRow, as it is. Returns the first column
+// whose value does not fit, or -1.
+constexpr std::int32_t kWholeRow = -1;
 template <DType kDType>
 std::int32_t PackRow(const Row& source, std::int32_t lane, std::byte* panel) {
   std::int32_t bad = -1;
   for (std::int32_t col = 0; col < source.part->cols; ++col) {
-    const std::int64_t index = PanelIndex(col, lane, kDType);
+    const std::int64_t index = lane == kWholeRow ? col : PanelIndex(col, lane, kDType);
     StoreElement(panel, index, kDType, ValueAt(source, col));
     if (bad < 0 && !std::isfinite(LoadElement(panel, index, kDType))) bad = col;
   }
@@ -153,17 +156,25 @@ absl::StatusOr<PackedMatrix> PackedMatrix::Pack(absl::Span<const MatrixView> par
   matrix.out_features_ = rows;
   matrix.in_features_ = parts[0].cols;
   matrix.format_ = format;
+  // On a device a weight is [out_features, in_features] as it is; it is made on the host.
+  DeviceStream* const device = OnDevice(stream);
+  CHECK(device == nullptr || DTypeOf(format).has_value());
+  const std::int64_t row_bytes =
+      device != nullptr ? std::int64_t{matrix.in_features_} * DTypeBytes(*DTypeOf(format)) : 0;
   const std::int64_t num_panels = CeilDiv(rows, kPanelWidth);
-  const std::int64_t panel_bytes = PanelBytes(matrix.in_features_, format);
-  ASSIGN_OR_RETURN(matrix.buffer_, Buffer::Allocate(num_panels * panel_bytes));
+  const std::int64_t panel_bytes =
+      device != nullptr ? kPanelWidth * row_bytes : PanelBytes(matrix.in_features_, format);
+  ASSIGN_OR_RETURN(Buffer buffer, Buffer::Allocate(num_panels * panel_bytes));
 
   std::atomic<std::int32_t> first_bad_row = std::numeric_limits<std::int32_t>::max();
-  PoolOf(stream).ParallelFor(num_panels, [&](std::int64_t panel, int /*thread*/) {
+  PoolOf(HostOf(stream)).ParallelFor(num_panels, [&](std::int64_t panel, int /*thread*/) {
     const auto first = static_cast<std::int32_t>(panel * kPanelWidth);
     const std::int32_t lanes = std::min(kPanelWidth, rows - first);
     for (std::int32_t lane = 0; lane < lanes; ++lane) {
-      const std::int32_t bad = PackRow(FindRow(parts, first + lane), lane, format,
-                                       matrix.buffer_.data() + panel * panel_bytes);
+      std::byte* to = buffer.data() + panel * panel_bytes;
+      if (device != nullptr) to += lane * row_bytes;
+      const std::int32_t bad =
+          PackRow(FindRow(parts, first + lane), device != nullptr ? kWholeRow : lane, format, to);
       if (bad < 0) continue;
       std::int32_t seen = first_bad_row.load();
       while (first + lane < seen && !first_bad_row.compare_exchange_weak(seen, first + lane)) {
@@ -172,6 +183,14 @@ absl::StatusOr<PackedMatrix> PackedMatrix::Pack(absl::Span<const MatrixView> par
     }
   });
   if (first_bad_row.load() < rows) return DoesNotFit(parts, first_bad_row.load(), format);
+  if (device == nullptr) {
+    matrix.buffer_ = std::move(buffer);
+    return matrix;
+  }
+  ASSIGN_OR_RETURN(matrix.buffer_, Buffer::Allocate(rows * row_bytes, stream));
+  RETURN_IF_ERROR(
+      device->CopyToDevice(matrix.buffer_.data(), buffer.data(), matrix.buffer_.size_bytes()));
+  RETURN_IF_ERROR(device->Synchronize());
   return matrix;
 }
 

@@ -6,7 +6,9 @@
 #include <cstdint>
 
 #include "fmt/format.h"
+#include "kernels/device/device_stream.h"
 #include "server/base/mutex.h"
+#include "server/base/status_macros.h"
 
 namespace weft::kernels {
 
@@ -55,7 +57,7 @@ class Buffer::Slab {
 };
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
-  std::swap(slab_, other.slab_);
+  std::swap(owner_, other.owner_);
   std::swap(data_, other.data_);
   std::swap(size_bytes_, other.size_bytes_);
   return *this;
@@ -68,15 +70,28 @@ absl::StatusOr<Buffer> Buffer::Allocate(std::int64_t bytes) {
   if (bytes == 0) return buffer;
   const bool shares = bytes < Slab::kSharedBytes / 4;
   MutexLock lock(mutex);
-  if (shares) buffer.slab_ = shared.lock();
-  if (buffer.slab_ == nullptr || buffer.slab_->free_bytes() < bytes) {
-    buffer.slab_ = Slab::Map(shares ? Slab::kSharedBytes : bytes);
-    if (shares) shared = buffer.slab_;
+  std::shared_ptr<Slab> slab;
+  if (shares) slab = shared.lock();
+  if (slab == nullptr || slab->free_bytes() < bytes) {
+    slab = Slab::Map(shares ? Slab::kSharedBytes : bytes);
+    if (shares) shared = slab;
   }
-  if (buffer.slab_ == nullptr) {
+  if (slab == nullptr) {
     return absl::ResourceExhaustedError(fmt::format("cannot allocate {} bytes", bytes));
   }
-  buffer.data_ = buffer.slab_->Take(bytes);
+  buffer.data_ = slab->Take(bytes);
+  buffer.size_bytes_ = bytes;
+  buffer.owner_ = std::move(slab);
+  return buffer;
+}
+
+absl::StatusOr<Buffer> Buffer::Allocate(std::int64_t bytes, Stream& stream) {
+  DeviceStream* const device = OnDevice(stream);
+  if (device == nullptr || bytes == 0) return Allocate(bytes);
+  ASSIGN_OR_RETURN(void* data, device->Allocate(bytes));
+  Buffer buffer;
+  buffer.owner_ = std::shared_ptr<void>(data, [device](void* memory) { device->Free(memory); });
+  buffer.data_ = static_cast<std::byte*>(data);
   buffer.size_bytes_ = bytes;
   return buffer;
 }

@@ -10,9 +10,12 @@
 
 namespace weft::kernels {
 
-// Memory of a device, 64-byte aligned, zeroed, in huge pages where the kernel gives them. Movable.
-// Small buffers share mappings: meant for what lives long (weights, KV, workspaces), not for what
-// comes and goes with a request. Allocation and destruction may happen on any thread.
+class Stream;
+
+// Memory of the host or of a device, 64-byte aligned; the host's is zeroed, in huge pages where the
+// kernel gives them. Movable. Small buffers share mappings: meant for what lives long (weights, KV,
+// workspaces), not for what comes and goes with a request. Allocation and destruction may happen on
+// any thread.
 class Buffer {
  public:
   Buffer() = default;
@@ -21,6 +24,8 @@ class Buffer {
 
   // RESOURCE_EXHAUSTED when the memory cannot be had; the message has the size.
   static absl::StatusOr<Buffer> Allocate(std::int64_t bytes);
+  // Where the kernels of `stream` read and write, which must outlive it.
+  static absl::StatusOr<Buffer> Allocate(std::int64_t bytes, Stream& stream);
 
   std::byte* data() const { return data_; }
   std::int64_t size_bytes() const { return size_bytes_; }
@@ -31,7 +36,7 @@ class Buffer {
 
  private:
   class Slab;
-  std::shared_ptr<Slab> slab_;  // null if nothing was allocated
+  std::shared_ptr<void> owner_;  // null if nothing was allocated
   std::byte* data_ = nullptr;
   std::int64_t size_bytes_ = 0;
 };

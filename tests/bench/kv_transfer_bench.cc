@@ -42,13 +42,14 @@ class BenchGroup {
     endpoint_.set_cp_kv_cache_interleave_size(*options.interleave);
     for (std::int32_t rank = 0; rank < options.tensor_parallel_size; ++rank) {
       const ShardLayout& own = (*layouts)[rank];
+      kernels::CpuStream cpu(1);
       auto cache = KvCache::Create({.num_layers = num_layers,
                                     .num_kv_heads = own.GroupKvHeads().size(),
                                     .head_dim = 128,
                                     .value_dim = 128,
                                     .block_tokens_per_rank = own.block_tokens_per_rank(),
                                     .dtype = DType::kFloat16},
-                                   num_blocks_);
+                                   num_blocks_, cpu);
       auto fabric = MakeUcxFabric(UcxReach::kBetweenGroups);
       CHECK(cache.ok() && fabric.ok());
       std::memset(cache->k_blocks(0), 1, static_cast<std::size_t>(cache->size_bytes()));

@@ -52,6 +52,7 @@ const std::vector<std::string> kEveryGroupFlag = {
     "--quantization=int8",
     "--max-model-len=4K",
     "--device=cuda",
+    "--enforce-eager=true",
     "--tensor-parallel-size=4",
     "--decode-context-parallel-size=2",
     "--prefill-context-parallel-size=2",

@@ -65,6 +65,12 @@ def test_drawn_cells_give_the_references_tokens(cell, tmp_path):
     check(tmp_path, *cell)
 
 
+@pytest.mark.parametrize("cell", [("llama_gqa", 1, 1, 16, 1, "ag_rs"), ("llama_odd", 2, 2, 16, 4, "a2a"),
+                                  ("deepseek_v2_lite", 2, 2, 16, 4, "ag_rs")], ids=lambda c: "-".join(map(str, c)))
+def test_the_emulated_gpu_gives_the_references_tokens(cell, tmp_path):
+    check(tmp_path, *cell, "--device=cuda-emu", "--enforce-eager")
+
+
 SMOLLM2 = ROOT / "models/smollm2-135m-instruct"
 SMOLLM2_FP32 = ROOT / "models/smollm2-135m-instruct-fp32"
 

@@ -81,7 +81,8 @@ std::shared_ptr<const std::string> Target() {
 class Sides {
  public:
   Sides() : slots_(1, kTableBlocks) {
-    absl::StatusOr<KvCache> cache = KvCache::Create(kShape, kNumBlocks);
+    kernels::CpuStream cpu(1);
+    absl::StatusOr<KvCache> cache = KvCache::Create(kShape, kNumBlocks, cpu);
     CHECK(cache.ok());
     cache_.emplace(*std::move(cache));
     std::memset(cache_->k_blocks(0), 0, static_cast<std::size_t>(cache_->size_bytes()));

@@ -54,7 +54,14 @@ absl::StatusOr<std::unique_ptr<LocalGroup>> LocalGroup::Start(const LocalGroupOp
   std::unique_ptr<LocalGroup> group(new LocalGroup());
   const std::int32_t tp = options.model.layout.tensor_parallel_size;
   for (std::int32_t r = 0; r < tp; ++r) {
-    group->streams_.push_back(std::make_unique<kernels::CpuStream>(options.threads_per_rank));
+    group->cpus_.push_back(std::make_unique<kernels::CpuStream>(options.threads_per_rank));
+    group->streams_.push_back(group->cpus_.back().get());
+    if (options.open_device != nullptr) {
+      ASSIGN_OR_RETURN(std::unique_ptr<kernels::DeviceStream> device,
+                       options.open_device(r, *group->cpus_.back()));
+      group->streams_.back() = device.get();
+      group->devices_.push_back(std::move(device));
+    }
     group->progress_.push_back(std::make_unique<Progress>());
     RankModelOptions model_options = options.model;
     model_options.rank = r;

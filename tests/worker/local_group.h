@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "kernels/device/device_stream.h"
 #include "worker/leader.h"
 #include "worker/rank.h"
 
@@ -22,6 +23,10 @@ struct LocalGroupOptions {
   bool enable_prefix_caching = true;
   std::int32_t force_preemption_every = 0;
   int threads_per_rank = 1;
+  // What rank r computes on, beside its threads; null: on those.
+  std::function<absl::StatusOr<std::unique_ptr<kernels::DeviceStream>>(int rank,
+                                                                       kernels::CpuStream& host)>
+      open_device;
   std::optional<KvMoverOptions> kv;  // exchanges KV with other groups
   absl::Duration kv_lease = absl::Seconds(30);
   // Runs on rank 0's thread instead of the leader's plans, which then must not be asked for any.
@@ -65,11 +70,13 @@ class LocalGroup {
   LocalGroup() = default;
 
   GroupAgreement agreement_;
-  std::vector<RankModel> models_;
   std::vector<std::unique_ptr<Fabric>> fabrics_;
   std::vector<std::unique_ptr<Fabric>> kv_fabrics_;  // until the ranks take them
   std::vector<std::string> kv_addresses_;
-  std::vector<std::unique_ptr<kernels::CpuStream>> streams_;
+  std::vector<std::unique_ptr<kernels::CpuStream>> cpus_;
+  std::vector<std::unique_ptr<kernels::DeviceStream>> devices_;  // or null
+  std::vector<kernels::Stream*> streams_;                        // of one of these two
+  std::vector<RankModel> models_;
   std::vector<std::unique_ptr<Progress>> progress_;
   std::unique_ptr<Leader> leader_;
   std::atomic<bool> stop_{false};

@@ -13,6 +13,10 @@
 #include "kernels/dtype.h"
 #include "worker/group/fabric.h"
 
+namespace weft::kernels {
+class DeviceStream;
+}
+
 namespace weft {
 
 // What a communicator has done since it was made.
@@ -90,6 +94,12 @@ std::unique_ptr<Communicator> MakeFabricCommunicator(std::shared_ptr<CollectiveM
                                                      absl::Span<const PeerId> peers,
                                                      absl::Span<const std::uint32_t> tags,
                                                      const FabricCommunicatorOptions& options);
+
+// Collectives on memory of `device` by way of the host's, over `host`, which takes up to max_bytes;
+// what comes with another stream is handed to `host` as it is. Waits for the device, so that no
+// graph can have them in it. `device` outlives the result.
+absl::StatusOr<std::unique_ptr<Communicator>> MakeStagedCommunicator(
+    std::unique_ptr<Communicator> host, std::int64_t max_bytes, kernels::DeviceStream& device);
 
 // For groups of one rank: every collective is a copy or nothing.
 std::unique_ptr<Communicator> MakeSelfCommunicator();

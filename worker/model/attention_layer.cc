@@ -16,7 +16,7 @@ absl::StatusOr<std::unique_ptr<AttentionLayer>> MakeAttentionLayer(
                    PagedAttention::Create(config, layout, options.max_rows, options.exchange, cache,
                                           dcp, stream));
   if (!config.mla.has_value()) {
-    return GqaLayer::Create(config, layout, options.max_rows, std::move(paged));
+    return GqaLayer::Create(config, layout, options.max_rows, std::move(paged), stream);
   }
   return MlaLayer::Create(config, layout, options, std::move(paged), cache, dcp, stream);
 }

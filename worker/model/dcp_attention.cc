@@ -35,7 +35,8 @@ std::int64_t DcpAttention::MaxCollectiveBytes(const ShardLayout& layout, std::in
 
 absl::StatusOr<DcpAttention> DcpAttention::Create(const ShardLayout& layout, std::int32_t q_dim,
                                                   std::int32_t out_dim, std::int32_t max_rows,
-                                                  DcpExchange exchange, Communicator& dcp) {
+                                                  DcpExchange exchange, Communicator& dcp,
+                                                  kernels::Stream& stream) {
   DcpAttention a;
   a.dcp_ = &dcp;
   a.exchange_ = exchange;
@@ -45,10 +46,12 @@ absl::StatusOr<DcpAttention> DcpAttention::Create(const ShardLayout& layout, std
   a.q_dim_ = q_dim;
   a.out_dim_ = out_dim;
   const std::int32_t first_rank = layout.dcp_group() * a.n_;
+  ASSIGN_OR_RETURN(a.part_begin_, kernels::Mirror<std::int32_t>::Create(a.n_ + 1, stream));
   for (std::int32_t i = 0; i < a.n_; ++i) {
-    a.part_begin_.push_back(layout.QHeads(first_rank + i).begin - layout.GroupQHeads().begin);
+    a.part_begin_.host()[i] = layout.QHeads(first_rank + i).begin - layout.GroupQHeads().begin;
   }
-  a.part_begin_.push_back(a.group_heads_);
+  a.part_begin_.host()[a.n_] = a.group_heads_;
+  RETURN_IF_ERROR(a.part_begin_.Send(a.n_ + 1, stream));
   a.gathers_queries_ = layout.GathersQueries();
   // Where a rank has all queries, or all outputs, there is no padding and no copy.
   a.query_stride_ = std::int64_t{q_dim} * (a.gathers_queries_ ? a.padded_heads_ : a.group_heads_);
@@ -57,19 +60,22 @@ absl::StatusOr<DcpAttention> DcpAttention::Create(const ShardLayout& layout, std
   const std::int64_t rows = max_rows;
   const std::int64_t padded = a.padded_heads_;
   constexpr std::int64_t f = sizeof(float);
-  ASSIGN_OR_RETURN(a.group_q_, kernels::Buffer::Allocate(rows * a.group_heads_ * q_dim * f));
-  ASSIGN_OR_RETURN(a.partial_, kernels::Buffer::Allocate(rows * a.group_heads_ * out_dim * f));
-  ASSIGN_OR_RETURN(a.partial_lse_, kernels::Buffer::Allocate(rows * a.group_heads_ * f));
+  ASSIGN_OR_RETURN(a.group_q_,
+                   kernels::Buffer::Allocate(rows * a.group_heads_ * q_dim * f, stream));
+  ASSIGN_OR_RETURN(a.partial_,
+                   kernels::Buffer::Allocate(rows * a.group_heads_ * out_dim * f, stream));
+  ASSIGN_OR_RETURN(a.partial_lse_, kernels::Buffer::Allocate(rows * a.group_heads_ * f, stream));
   if (a.n_ == 1) return a;
   const std::int64_t all_lse = rows * padded * a.n_ * a.n_ * f;
   const std::int64_t packed = a.n_ * rows * padded * (out_dim + 1) * f;
   if (a.gathers_queries_) {
-    ASSIGN_OR_RETURN(a.gathered_q_, kernels::Buffer::Allocate(a.n_ * rows * padded * q_dim * f));
+    ASSIGN_OR_RETURN(a.gathered_q_,
+                     kernels::Buffer::Allocate(a.n_ * rows * padded * q_dim * f, stream));
   }
-  ASSIGN_OR_RETURN(a.send_, kernels::Buffer::Allocate(packed));
-  ASSIGN_OR_RETURN(a.receive_, kernels::Buffer::Allocate(std::max(packed, all_lse)));
-  ASSIGN_OR_RETURN(a.merged_, kernels::Buffer::Allocate(rows * padded * out_dim * f));
-  ASSIGN_OR_RETURN(a.merged_lse_, kernels::Buffer::Allocate(rows * padded * f));
+  ASSIGN_OR_RETURN(a.send_, kernels::Buffer::Allocate(packed, stream));
+  ASSIGN_OR_RETURN(a.receive_, kernels::Buffer::Allocate(std::max(packed, all_lse), stream));
+  ASSIGN_OR_RETURN(a.merged_, kernels::Buffer::Allocate(rows * padded * out_dim * f, stream));
+  ASSIGN_OR_RETURN(a.merged_lse_, kernels::Buffer::Allocate(rows * padded * f, stream));
   return a;
 }
 

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/device/buffer.h"
+#include "kernels/device/mirror.h"
 #include "kernels/device/stream.h"
 #include "kernels/head_exchange.h"
 #include "worker/group/communicator.h"
@@ -34,7 +35,8 @@ class DcpAttention {
   // `dcp` connects the ranks of this rank's DCP group and outlives this.
   static absl::StatusOr<DcpAttention> Create(const ShardLayout& layout, std::int32_t q_dim,
                                              std::int32_t out_dim, std::int32_t max_rows,
-                                             DcpExchange exchange, Communicator& dcp);
+                                             DcpExchange exchange, Communicator& dcp,
+                                             kernels::Stream& stream);
 
   // The largest collective it will ask for, for FabricCommunicatorOptions::max_bytes.
   static std::int64_t MaxCollectiveBytes(const ShardLayout& layout, std::int32_t q_dim,
@@ -80,7 +82,7 @@ class DcpAttention {
   std::int64_t merged_stride_ = 0;  // and of the merged output
   std::int32_t q_dim_ = 0;
   std::int32_t out_dim_ = 0;
-  std::vector<std::int32_t> part_begin_;  // [N + 1] group heads of each rank
+  kernels::Mirror<std::int32_t> part_begin_;  // [N + 1] group heads of each rank
 
   kernels::Buffer gathered_q_;   // [N, rows, padded, q_dim]
   kernels::Buffer group_q_;      // [rows, group heads, q_dim]

@@ -1,7 +1,6 @@
 #include "worker/model/decoder_weights.h"
 
 #include <algorithm>
-#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -63,19 +62,22 @@ class Loader {
     return Pack(name, {view});
   }
 
-  absl::StatusOr<std::vector<float>> Vector(const std::string& name, std::int64_t size) const {
-    return checkpoint_.Vector(name, size, 0, size);
+  absl::StatusOr<kernels::Vector> Vector(const std::string& name, std::int64_t size) const {
+    ASSIGN_OR_RETURN(const std::vector<float> values, checkpoint_.Vector(name, size, 0, size));
+    return kernels::Vector::Create(values, stream_);
   }
 
+  bool on_cpu() const { return stream_.device() == kernels::DeviceKind::kCpu; }
+
   // The biases of `parts`, one after the other.
-  absl::StatusOr<std::vector<float>> Biases(absl::Span<const RowPart> parts) const {
+  absl::StatusOr<kernels::Vector> Biases(absl::Span<const RowPart> parts) const {
     std::vector<float> all;
     for (const RowPart& part : parts) {
       ASSIGN_OR_RETURN(std::vector<float> bias,
                        checkpoint_.Vector(part.name, part.rows, part.range.begin, part.range.end));
       for (std::size_t i = 0; i < bias.size(); i += part.step) all.push_back(bias[i]);
     }
-    return all;
+    return kernels::Vector::Create(all, stream_);
   }
 
  private:
@@ -189,7 +191,8 @@ absl::Status LoadMlaLatent(const Loader& loader, const ModelConfig& c, const Sha
     w.k_up.push_back(std::move(k_up));
   }
   const IndexRange own = layout.QHeads();
-  for (std::int32_t head = own.begin; CanDecompress(c) && head < own.end; ++head) {
+  const bool decompresses = CanDecompress(c) && loader.on_cpu();
+  for (std::int32_t head = own.begin; decompresses && head < own.end; ++head) {
     const std::int32_t begin = head * head_rows;
     ASSIGN_OR_RETURN(PackedMatrix k, up.Rows({{kv_b, rows, {begin, begin + mla.qk_nope_head_dim}}},
                                              mla.kv_lora_rank));
@@ -301,32 +304,43 @@ absl::Status LoadLayer(const Loader& loader, const ModelConfig& c, const ShardLa
                  w);
 }
 
-}  // namespace
-
-std::int64_t DecoderWeights::SizeBytes() const {
-  const auto bytes_of = [](const auto& parts) {
-    std::int64_t bytes = 0;
-    for (const auto* part : parts) bytes += static_cast<std::int64_t>(part->size() * sizeof(float));
-    return bytes;
-  };
-  std::int64_t bytes = embedding.size_bytes() + lm_head.size_bytes();
-  using Vectors = std::initializer_list<const std::vector<float>*>;
-  bytes += bytes_of(Vectors{&final_norm});
-  for (const DecoderLayerWeights& w : layers) {
+template <typename Visit>
+void ForEachMatrix(const DecoderWeights& weights, const Visit& visit) {
+  visit(weights.embedding);
+  visit(weights.lm_head);
+  for (const DecoderLayerWeights& w : weights.layers) {
     for (const PackedMatrix* matrix : {&w.mla.q_a, &w.mla.q_b, &w.mla.kv_a, &w.q, &w.kv, &w.o,
                                        &w.gate_up, &w.down, &w.moe.router}) {
-      bytes += matrix->size_bytes();
+      visit(*matrix);
     }
     for (const auto* matrices :
          {&w.mla.k_up, &w.mla.k_from_latent, &w.mla.v_up, &w.moe.gate_up, &w.moe.down}) {
-      for (const PackedMatrix& matrix : *matrices) bytes += matrix.size_bytes();
+      for (const PackedMatrix& matrix : *matrices) visit(matrix);
     }
-    bytes +=
-        bytes_of(Vectors{&w.input_norm, &w.mla.q_a_bias, &w.mla.q_a_norm, &w.mla.kv_a_bias,
-                         &w.mla.kv_a_norm, &w.q_bias, &w.kv_bias, &w.o_bias, &w.q_norm, &w.k_norm,
-                         &w.post_attention_norm, &w.gate_up_bias, &w.down_bias, &w.moe.score_bias});
+  }
+}
+
+}  // namespace
+
+std::int64_t DecoderWeights::SizeBytes() const {
+  std::int64_t bytes = final_norm.size_bytes();
+  ForEachMatrix(*this, [&](const PackedMatrix& matrix) { bytes += matrix.size_bytes(); });
+  for (const DecoderLayerWeights& w : layers) {
+    for (const kernels::Vector* vector :
+         {&w.input_norm, &w.mla.q_a_bias, &w.mla.q_a_norm, &w.mla.kv_a_bias, &w.mla.kv_a_norm,
+          &w.q_bias, &w.kv_bias, &w.o_bias, &w.q_norm, &w.k_norm, &w.post_attention_norm,
+          &w.gate_up_bias, &w.down_bias, &w.moe.score_bias}) {
+      bytes += vector->size_bytes();
+    }
   }
   return bytes;
+}
+
+std::int32_t DecoderWeights::MaxInFeatures() const {
+  std::int32_t most = 0;
+  ForEachMatrix(*this,
+                [&](const PackedMatrix& matrix) { most = std::max(most, matrix.in_features()); });
+  return most;
 }
 
 absl::StatusOr<DecoderWeights> LoadDecoderWeights(const ModelConfig& config,

@@ -6,6 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/device/stream.h"
+#include "kernels/device/vector.h"
 #include "kernels/linear.h"
 #include "worker/model/model_config.h"
 #include "worker/model/model_layout.h"
@@ -19,16 +20,16 @@ namespace weft {
 // What MLA has in place of q and kv. Rotary rows are in halves, however the checkpoint has them.
 struct MlaWeights {
   kernels::PackedMatrix q_a;  // [q_lora_rank, hidden]; empty without
-  std::vector<float> q_a_bias;
-  std::vector<float> q_a_norm;
+  kernels::Vector q_a_bias;
+  kernels::Vector q_a_norm;
   kernels::PackedMatrix q_b;   // [projected heads * (nope + rope), q_lora_rank or hidden]
   kernels::PackedMatrix kv_a;  // [kv_lora_rank + rope, hidden]
-  std::vector<float> kv_a_bias;
-  std::vector<float> kv_a_norm;
+  kernels::Vector kv_a_bias;
+  kernels::Vector kv_a_norm;
   // W_UK of each projected head, transposed: [kv_lora_rank, nope].
   std::vector<kernels::PackedMatrix> k_up;
   // W_UK of each own head as it is, [nope, kv_lora_rank], to decompress keys with; empty where the
-  // kernels have no room for decompressed heads.
+  // kernels have no room for decompressed heads, and on devices, where all rows are absorbed.
   std::vector<kernels::PackedMatrix> k_from_latent;
   // W_UV of each own head, or of the DCP group's if values are projected before they are merged:
   // [v_head_dim, kv_lora_rank].
@@ -37,7 +38,7 @@ struct MlaWeights {
 
 struct MoeWeights {
   kernels::PackedMatrix router;  // [experts, hidden]
-  std::vector<float> score_bias;
+  kernels::Vector score_bias;
   // The experts of this rank: all of them, each [2 * own width, hidden] and [hidden, own width], or
   // with expert parallelism whole ones from first_expert on. Empty in a layer that has none.
   std::int32_t first_expert = 0;
@@ -46,42 +47,38 @@ struct MoeWeights {
 };
 
 struct DecoderLayerWeights {
-  std::vector<float> input_norm;  // [hidden]
-  MlaWeights mla;                 // in place of q and kv
-  kernels::PackedMatrix q;        // [projected q heads * head_dim, hidden]
-  kernels::PackedMatrix kv;       // [2 * group kv heads * head_dim, hidden]: K rows, then V rows
-  kernels::PackedMatrix o;        // [hidden, own q heads * head_dim (with MLA: v_head_dim)]
-  std::vector<float> q_bias;
-  std::vector<float> kv_bias;
-  std::vector<float> o_bias;
-  std::vector<float> q_norm;  // [head_dim], empty when the model has none
-  std::vector<float> k_norm;
+  kernels::Vector input_norm;  // [hidden]
+  MlaWeights mla;              // in place of q and kv
+  kernels::PackedMatrix q;     // [projected q heads * head_dim, hidden]
+  kernels::PackedMatrix kv;    // [2 * group kv heads * head_dim, hidden]: K rows, then V rows
+  kernels::PackedMatrix o;     // [hidden, own q heads * head_dim (with MLA: v_head_dim)]
+  kernels::Vector q_bias;
+  kernels::Vector kv_bias;
+  kernels::Vector o_bias;
+  kernels::Vector q_norm;  // [head_dim], empty when the model has none
+  kernels::Vector k_norm;
 
-  std::vector<float> post_attention_norm;  // [hidden]
+  kernels::Vector post_attention_norm;  // [hidden]
   MoeWeights moe;
   // The MLP; beside experts, the one that every token also goes to. Empty when there is none.
   kernels::PackedMatrix gate_up;  // [2 * own intermediate, hidden]: gate rows, then up rows
   kernels::PackedMatrix down;     // [hidden, own intermediate]
-  std::vector<float> gate_up_bias;
-  std::vector<float> down_bias;
+  kernels::Vector gate_up_bias;
+  kernels::Vector down_bias;
 };
 
 struct DecoderWeights {
   kernels::PackedMatrix embedding;  // [own vocabulary, hidden]
   kernels::PackedMatrix lm_head;    // [own vocabulary, hidden]; empty when tied to the embedding
-  std::vector<float> final_norm;    // [hidden]
+  kernels::Vector final_norm;       // [hidden]
   std::vector<DecoderLayerWeights> layers;
 
   const kernels::PackedMatrix& head() const {
     return lm_head.out_features() > 0 ? lm_head : embedding;
   }
   std::int64_t SizeBytes() const;
+  std::int32_t MaxInFeatures() const;  // of any product
 };
-
-// What kernels take for a bias: null for one that the model does not have.
-inline const float* OrNull(const std::vector<float>& bias) {
-  return bias.empty() ? nullptr : bias.data();
-}
 
 // Packs this rank's part of `checkpoint` as `format`, which is `dtype` or integers. Of integers
 // only large weights are: routers and what expands latents stay `dtype`, and embedding and head are

@@ -16,11 +16,13 @@ GqaLayer::GqaLayer(const ModelConfig& config, const ShardLayout& layout, PagedAt
 absl::StatusOr<std::unique_ptr<AttentionLayer>> GqaLayer::Create(const ModelConfig& config,
                                                                  const ShardLayout& layout,
                                                                  std::int32_t max_rows,
-                                                                 PagedAttention attention) {
+                                                                 PagedAttention attention,
+                                                                 kernels::Stream& stream) {
   std::unique_ptr<GqaLayer> gqa(new GqaLayer(config, layout, std::move(attention)));
   ASSIGN_OR_RETURN(gqa->kv_, kernels::Buffer::Allocate(std::int64_t{max_rows} * 2 * gqa->kv_heads_ *
-                                                       config.head_dim *
-                                                       static_cast<std::int64_t>(sizeof(float))));
+                                                           config.head_dim *
+                                                           static_cast<std::int64_t>(sizeof(float)),
+                                                       stream));
   return gqa;
 }
 
@@ -28,7 +30,7 @@ std::int64_t GqaLayer::workspace_bytes() const {
   return attention_.workspace_bytes() + kv_.size_bytes();
 }
 
-absl::Status GqaLayer::NormHeads(const std::vector<float>& weight, std::int32_t num_rows,
+absl::Status GqaLayer::NormHeads(const kernels::Vector& weight, std::int32_t num_rows,
                                  std::int32_t num_heads, std::int64_t row_stride, float* x,
                                  kernels::Stream& stream) const {
   if (weight.empty()) return absl::OkStatus();
@@ -45,12 +47,12 @@ absl::Status GqaLayer::NormHeads(const std::vector<float>& weight, std::int32_t 
 
 absl::Status GqaLayer::ProjectQueries(const DecoderLayerWeights& weights, const AttentionStep& step,
                                       const float* normed, kernels::Stream& stream) {
-  const std::int32_t num_rows = step.rows.num_rows();
+  const std::int32_t num_rows = step.num_rows;
   const std::int64_t q_stride = attention_.query_stride();
   float* q = attention_.Queries(num_rows);
   RETURN_IF_ERROR(kernels::Linear({.x = normed,
                                    .weight = &weights.q,
-                                   .bias = OrNull(weights.q_bias),
+                                   .bias = weights.q_bias.data(),
                                    .residual = nullptr,
                                    .y = q,
                                    .num_rows = num_rows,
@@ -71,13 +73,13 @@ absl::Status GqaLayer::ProjectQueries(const DecoderLayerWeights& weights, const 
 absl::Status GqaLayer::AppendKv(std::int32_t layer, const DecoderLayerWeights& weights,
                                 const AttentionStep& step, const float* normed,
                                 kernels::Stream& stream) {
-  const auto num_owned = static_cast<std::int32_t>(step.rows.owned_row.size());
+  const std::int32_t num_owned = step.num_owned;
   ASSIGN_OR_RETURN(const float* owned_x, attention_.OwnedRows(step, normed, stream));
   const std::int32_t k_size = kv_heads_ * config_.head_dim;
   float* kv = kv_.as<float>();
   RETURN_IF_ERROR(kernels::Linear({.x = owned_x,
                                    .weight = &weights.kv,
-                                   .bias = OrNull(weights.kv_bias),
+                                   .bias = weights.kv_bias.data(),
                                    .residual = nullptr,
                                    .y = kv,
                                    .num_rows = num_owned,
@@ -102,13 +104,13 @@ absl::Status GqaLayer::Run(std::int32_t layer, const DecoderLayerWeights& weight
   RETURN_IF_ERROR(ProjectQueries(weights, step, normed, stream));
   RETURN_IF_ERROR(AppendKv(layer, weights, step, normed, stream));
   RETURN_IF_ERROR(attention_.Attend(layer, step, stream).status());
-  ASSIGN_OR_RETURN(const float* merged, attention_.Merge(step.rows.num_rows(), stream));
+  ASSIGN_OR_RETURN(const float* merged, attention_.Merge(step.num_rows, stream));
   return kernels::Linear({.x = merged,
                           .weight = &weights.o,
-                          .bias = OrNull(weights.o_bias),
+                          .bias = weights.o_bias.data(),
                           .residual = residual,
                           .y = x,
-                          .num_rows = step.rows.num_rows(),
+                          .num_rows = step.num_rows,
                           .x_stride = attention_.merged_stride(),
                           .y_stride = config_.hidden_size},
                          stream);

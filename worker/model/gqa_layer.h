@@ -15,7 +15,8 @@ class GqaLayer final : public AttentionLayer {
   static absl::StatusOr<std::unique_ptr<AttentionLayer>> Create(const ModelConfig& config,
                                                                 const ShardLayout& layout,
                                                                 std::int32_t max_rows,
-                                                                PagedAttention attention);
+                                                                PagedAttention attention,
+                                                                kernels::Stream& stream);
 
   void BeginStep(const AttentionStep&) override {}
   absl::Status Run(std::int32_t layer, const DecoderLayerWeights& weights,
@@ -32,7 +33,7 @@ class GqaLayer final : public AttentionLayer {
   absl::Status AppendKv(std::int32_t layer, const DecoderLayerWeights& weights,
                         const AttentionStep& step, const float* normed, kernels::Stream& stream);
   // In place; nothing where `weight` is empty.
-  absl::Status NormHeads(const std::vector<float>& weight, std::int32_t num_rows,
+  absl::Status NormHeads(const kernels::Vector& weight, std::int32_t num_rows,
                          std::int32_t num_heads, std::int64_t row_stride, float* x,
                          kernels::Stream& stream) const;
 

@@ -30,11 +30,13 @@ struct KvCacheShape {
 };
 
 // This rank's share of the group's KV: `num_blocks` blocks per layer for K and for V, laid out as
-// kernels/attention.h says. Pages come on first use; blocks that were used last are used first.
+// kernels/attention.h says, or kernels/cuda/kv_append.h. Pages come on first use; blocks that were
+// used last are used first.
 class KvCache {
  public:
-  // RESOURCE_EXHAUSTED with the size when the memory cannot be had.
-  static absl::StatusOr<KvCache> Create(const KvCacheShape& shape, std::int32_t num_blocks);
+  // Where kernels of `stream` read it. RESOURCE_EXHAUSTED with the size when it cannot be had.
+  static absl::StatusOr<KvCache> Create(const KvCacheShape& shape, std::int32_t num_blocks,
+                                        kernels::Stream& stream);
 
   const KvCacheShape& shape() const { return shape_; }
   std::int32_t num_blocks() const { return num_blocks_; }

@@ -35,13 +35,15 @@ absl::StatusOr<std::unique_ptr<AttentionLayer>> MlaLayer::Create(
   const MlaConfig& mla = layer->mla_;
   const std::int32_t max_rows = options.max_rows;
   const auto rows = [&](std::int64_t floats) {
-    return kernels::Buffer::Allocate(max_rows * floats * static_cast<std::int64_t>(sizeof(float)));
+    return kernels::Buffer::Allocate(max_rows * floats * static_cast<std::int64_t>(sizeof(float)),
+                                     stream);
   };
   ASSIGN_OR_RETURN(layer->q_a_, rows(mla.q_lora_rank));
   ASSIGN_OR_RETURN(layer->q_, rows(std::int64_t{layer->projected_heads_} * mla.qk_head_dim()));
   ASSIGN_OR_RETURN(layer->latent_, rows(config.head_dim));
   ASSIGN_OR_RETURN(layer->values_, rows(std::int64_t{layer->own_heads_} * mla.v_head_dim));
-  if (CanDecompress(config)) {
+  // On a device all rows are absorbed.
+  if (CanDecompress(config) && stream.device() == kernels::DeviceKind::kCpu) {
     ASSIGN_OR_RETURN(layer->prefill_,
                      MlaPrefill::Create(config, layout, max_rows, cache, dcp, stream));
   }
@@ -78,6 +80,11 @@ void MlaLayer::BeginStep(const AttentionStep& step) {
   first_visible_.clear();
   visible_len_.clear();
   decompressed_.clear();
+  if (!prefill_.has_value()) {
+    runs_.push_back({0, step.num_rows});
+    num_absorbed_ = step.num_rows;
+    return;
+  }
   for (const StepRows::Sequence& sequence : step.rows.sequences) {
     const MlaForm form = FormOf(sequence);
     const auto absorbed_row = static_cast<std::int32_t>(slot_.size());
@@ -97,6 +104,7 @@ void MlaLayer::BeginStep(const AttentionStep& step) {
               : static_cast<std::int32_t>(layout_.LocalLength(sequence.first_position)));
     }
   }
+  num_absorbed_ = static_cast<std::int32_t>(slot_.size());
 }
 
 std::int64_t MlaLayer::workspace_bytes() const {
@@ -124,13 +132,13 @@ absl::Status MlaLayer::RunHeads(const std::vector<kernels::PackedMatrix>& weight
 
 absl::Status MlaLayer::ProjectQueries(const MlaWeights& weights, const AttentionStep& step,
                                       const float* normed, kernels::Stream& stream) {
-  const std::int32_t num_rows = step.rows.num_rows();
+  const std::int32_t num_rows = step.num_rows;
   const float* from = normed;
   std::int64_t from_size = config_.hidden_size;
   if (mla_.q_lora_rank > 0) {
     RETURN_IF_ERROR(kernels::Linear({.x = normed,
                                      .weight = &weights.q_a,
-                                     .bias = OrNull(weights.q_a_bias),
+                                     .bias = weights.q_a_bias.data(),
                                      .residual = nullptr,
                                      .y = q_a_.as<float>(),
                                      .num_rows = num_rows,
@@ -163,7 +171,7 @@ absl::Status MlaLayer::AbsorbQueries(const MlaWeights& weights, const AttentionS
   const std::int64_t q_dim = mla_.qk_head_dim();
   const std::int64_t q_stride = projected_heads_ * q_dim;
   const std::int32_t half = config_.rotary_dim / 2;
-  float* absorbed = attention_.Queries(static_cast<std::int32_t>(slot_.size()));
+  float* absorbed = attention_.Queries(num_absorbed_);
   for (const IndexRange run : runs_) {
     float* q = q_.as<float>() + run.begin * q_stride;
     RETURN_IF_ERROR(RunHeads(weights.k_up, q, q_dim, q_stride, absorbed, config_.head_dim,
@@ -188,12 +196,12 @@ absl::Status MlaLayer::AbsorbQueries(const MlaWeights& weights, const AttentionS
 absl::Status MlaLayer::AppendLatent(std::int32_t layer, const MlaWeights& weights,
                                     const AttentionStep& step, const float* normed,
                                     kernels::Stream& stream) {
-  const auto num_owned = static_cast<std::int32_t>(step.rows.owned_row.size());
+  const std::int32_t num_owned = step.num_owned;
   ASSIGN_OR_RETURN(const float* owned_x, attention_.OwnedRows(step, normed, stream));
   float* latent = latent_.as<float>();
   RETURN_IF_ERROR(kernels::Linear({.x = owned_x,
                                    .weight = &weights.kv_a,
-                                   .bias = OrNull(weights.kv_a_bias),
+                                   .bias = weights.kv_a_bias.data(),
                                    .residual = nullptr,
                                    .y = latent,
                                    .num_rows = num_owned,
@@ -223,15 +231,17 @@ absl::StatusOr<MlaLayer::Values> MlaLayer::AttendAbsorbed(std::int32_t layer,
                                                           const MlaWeights& weights,
                                                           const AttentionStep& step,
                                                           kernels::Stream& stream) {
-  const auto num_rows = static_cast<std::int32_t>(slot_.size());
+  const std::int32_t num_rows = num_absorbed_;
   const std::int64_t stride = std::int64_t{own_heads_} * mla_.v_head_dim;
   RETURN_IF_ERROR(AbsorbQueries(weights, step, stream));
-  ASSIGN_OR_RETURN(const float* attended, attention_.Attend(layer,
-                                                            {.num_rows = num_rows,
-                                                             .slot = slot_.data(),
-                                                             .first_visible = first_visible_.data(),
-                                                             .visible_len = visible_len_.data()},
-                                                            step.slots, stream));
+  const VisibleRows rows{.num_rows = num_rows,
+                         .slot = slot_.data(),
+                         .first_visible = first_visible_.data(),
+                         .visible_len = visible_len_.data()};
+  // Without others, they are the step's rows.
+  ASSIGN_OR_RETURN(const float* attended,
+                   decompressed_.empty() ? attention_.Attend(layer, step, stream)
+                                         : attention_.Attend(layer, rows, step.arrays, stream));
   if (values_before_merge_) {
     RETURN_IF_ERROR(RunHeads(weights.v_up, attended, mla_.kv_lora_rank,
                              std::int64_t{group_heads_} * mla_.kv_lora_rank, attention_.Partial(),
@@ -279,8 +289,7 @@ absl::Status MlaLayer::AttendDecompressed(std::int32_t layer, const MlaWeights& 
         q_.as<float>() + first * q_stride + own_q, q_stride, step.cos + first * half,
         step.sin + first * half, stream));
     if (form == MlaForm::kChunk) {
-      ASSIGN_OR_RETURN(const float* lse,
-                       attention_.MergedLse(static_cast<std::int32_t>(slot_.size()), stream));
+      ASSIGN_OR_RETURN(const float* lse, attention_.MergedLse(num_absorbed_, stream));
       RETURN_IF_ERROR(prefill_->AddPart(values, stride,
                                         lse + absorbed_row * attention_.merged_lse_stride(),
                                         attention_.merged_lse_stride(), stream));
@@ -299,7 +308,7 @@ absl::Status MlaLayer::Run(std::int32_t layer, const DecoderLayerWeights& weight
   RETURN_IF_ERROR(ProjectQueries(weights.mla, step, normed, stream));
   RETURN_IF_ERROR(AppendLatent(layer, weights.mla, step, normed, stream));
   Values values{values_.as<float>(), std::int64_t{own_heads_} * mla_.v_head_dim};
-  if (!slot_.empty()) {
+  if (num_absorbed_ > 0) {
     ASSIGN_OR_RETURN(values, AttendAbsorbed(layer, weights.mla, step, stream));
   }
   if (!decompressed_.empty()) {
@@ -307,10 +316,10 @@ absl::Status MlaLayer::Run(std::int32_t layer, const DecoderLayerWeights& weight
   }
   return kernels::Linear({.x = values.data,
                           .weight = &weights.o,
-                          .bias = OrNull(weights.o_bias),
+                          .bias = weights.o_bias.data(),
                           .residual = residual,
                           .y = x,
-                          .num_rows = step.rows.num_rows(),
+                          .num_rows = step.num_rows,
                           .x_stride = values.stride,
                           .y_stride = config_.hidden_size},
                          stream);

@@ -70,8 +70,9 @@ class MlaLayer final : public AttentionLayer {
   const bool values_before_merge_;
 
   // Of the step: rows that are absorbed, packed, and as runs of the step's rows; what they see.
+  std::int32_t num_absorbed_ = 0;
   std::vector<IndexRange> runs_;
-  std::vector<std::int32_t> slot_;
+  std::vector<std::int32_t> slot_;  // this and the next two not without prefill_
   std::vector<std::int32_t> first_visible_;
   std::vector<std::int32_t> visible_len_;
   struct Decompressed {

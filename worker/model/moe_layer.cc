@@ -9,7 +9,7 @@
 namespace weft {
 
 absl::StatusOr<MoeLayer> MoeLayer::Create(const ModelConfig& config, const DecoderWeights& weights,
-                                          std::int32_t max_rows) {
+                                          std::int32_t max_rows, kernels::Stream& stream) {
   const MoeConfig& moe = *config.moe;
   std::int64_t num_local = 0;
   std::int64_t width = 0;
@@ -23,27 +23,30 @@ absl::StatusOr<MoeLayer> MoeLayer::Create(const ModelConfig& config, const Decod
   const std::int64_t rows = max_rows;
   // A row's experts are different ones, so no more of them can be here than are held.
   const std::int64_t routed = rows * std::min<std::int64_t>(moe.experts_per_token, num_local);
-  layer.experts_.resize(rows * moe.experts_per_token);
-  layer.place_of_.resize(rows * moe.experts_per_token);
-  layer.row_of_.resize(rows * moe.experts_per_token);
-  layer.expert_begin_.resize(num_local + 1);
   layer.products_.resize(num_local);
   constexpr std::int64_t f = sizeof(float);
+  constexpr std::int64_t id = sizeof(std::int32_t);
   using kernels::Buffer;
-  ASSIGN_OR_RETURN(layer.logits_, Buffer::Allocate(rows * moe.num_experts * f));
-  ASSIGN_OR_RETURN(layer.scratch_, Buffer::Allocate(rows * 2 * moe.num_experts * f));
-  ASSIGN_OR_RETURN(layer.weights_, Buffer::Allocate(rows * moe.experts_per_token * f));
-  ASSIGN_OR_RETURN(layer.routed_x_, Buffer::Allocate(routed * config.hidden_size * f));
-  ASSIGN_OR_RETURN(layer.gate_up_, Buffer::Allocate(routed * 2 * width * f));
-  ASSIGN_OR_RETURN(layer.activated_, Buffer::Allocate(routed * width * f));
-  ASSIGN_OR_RETURN(layer.routed_y_, Buffer::Allocate(routed * config.hidden_size * f));
+  for (Buffer* ids : {&layer.experts_, &layer.place_of_, &layer.row_of_}) {
+    ASSIGN_OR_RETURN(*ids, Buffer::Allocate(rows * moe.experts_per_token * id, stream));
+  }
+  ASSIGN_OR_RETURN(layer.expert_begin_,
+                   kernels::Mirror<std::int32_t>::Create(num_local + 1, stream));
+  ASSIGN_OR_RETURN(layer.logits_, Buffer::Allocate(rows * moe.num_experts * f, stream));
+  ASSIGN_OR_RETURN(layer.scratch_, Buffer::Allocate(rows * 2 * moe.num_experts * f, stream));
+  ASSIGN_OR_RETURN(layer.weights_, Buffer::Allocate(rows * moe.experts_per_token * f, stream));
+  ASSIGN_OR_RETURN(layer.routed_x_, Buffer::Allocate(routed * config.hidden_size * f, stream));
+  ASSIGN_OR_RETURN(layer.gate_up_, Buffer::Allocate(routed * 2 * width * f, stream));
+  ASSIGN_OR_RETURN(layer.activated_, Buffer::Allocate(routed * width * f, stream));
+  ASSIGN_OR_RETURN(layer.routed_y_, Buffer::Allocate(routed * config.hidden_size * f, stream));
   return layer;
 }
 
 std::int64_t MoeLayer::workspace_bytes() const {
   std::int64_t bytes = 0;
   for (const kernels::Buffer* buffer :
-       {&logits_, &scratch_, &weights_, &routed_x_, &gate_up_, &activated_, &routed_y_}) {
+       {&experts_, &place_of_, &row_of_, &logits_, &scratch_, &weights_, &routed_x_, &gate_up_,
+        &activated_, &routed_y_}) {
     bytes += buffer->size_bytes();
   }
   return bytes;
@@ -62,8 +65,8 @@ absl::Status MoeLayer::Route(const MoeWeights& weights, const float* normed, std
                                    .y_stride = moe.num_experts},
                                   stream));
   RETURN_IF_ERROR(kernels::RouteRows({.logits = logits_.as<float>(),
-                                      .bias = OrNull(weights.score_bias),
-                                      .experts = experts_.data(),
+                                      .bias = weights.score_bias.data(),
+                                      .experts = experts_.as<std::int32_t>(),
                                       .weights = weights_.as<float>(),
                                       .scratch = scratch_.as<float>(),
                                       .num_rows = num_rows,
@@ -76,28 +79,33 @@ absl::Status MoeLayer::Route(const MoeWeights& weights, const float* normed, std
                                       .normalize = moe.normalize,
                                       .scale = moe.scale},
                                      stream));
-  return kernels::SortByExpert({.experts = experts_.data(),
-                                .row_of = row_of_.data(),
-                                .place_of = place_of_.data(),
-                                .expert_begin = expert_begin_.data(),
-                                .num_rows = num_rows,
-                                .top_k = moe.experts_per_token,
-                                .first_expert = weights.first_expert,
-                                .num_local = static_cast<std::int32_t>(weights.down.size())},
-                               stream);
+  RETURN_IF_ERROR(
+      kernels::SortByExpert({.experts = experts_.as<std::int32_t>(),
+                             .row_of = row_of_.as<std::int32_t>(),
+                             .place_of = place_of_.as<std::int32_t>(),
+                             .expert_begin = expert_begin_.data(),
+                             .num_rows = num_rows,
+                             .top_k = moe.experts_per_token,
+                             .first_expert = weights.first_expert,
+                             .num_local = static_cast<std::int32_t>(weights.down.size())},
+                            stream));
+  // Which rows are an expert's decides the shapes of the products.
+  RETURN_IF_ERROR(expert_begin_.Fetch(static_cast<std::int64_t>(weights.down.size()) + 1, stream));
+  return stream.Synchronize();
 }
 
 absl::Status MoeLayer::RunExperts(const std::vector<kernels::PackedMatrix>& weights, const float* x,
                                   float* y, kernels::Stream& stream) {
+  const std::int32_t* begins = expert_begin_.host();
   for (std::size_t e = 0; e < weights.size(); ++e) {
     const kernels::PackedMatrix& weight = weights[e];
-    const std::int64_t begin = expert_begin_[e];
+    const std::int64_t begin = begins[e];
     products_[e] = {.x = x + begin * weight.in_features(),
                     .weight = &weight,
                     .bias = nullptr,
                     .residual = nullptr,
                     .y = y + begin * weight.out_features(),
-                    .num_rows = expert_begin_[e + 1] - expert_begin_[e],
+                    .num_rows = begins[e + 1] - begins[e],
                     .x_stride = weight.in_features(),
                     .y_stride = weight.out_features()};
   }
@@ -107,9 +115,9 @@ absl::Status MoeLayer::RunExperts(const std::vector<kernels::PackedMatrix>& weig
 absl::Status MoeLayer::Run(const MoeWeights& weights, const float* normed, const float* residual,
                            float* x, std::int32_t num_rows, kernels::Stream& stream) {
   RETURN_IF_ERROR(Route(weights, normed, num_rows, stream));
-  const std::int32_t routed = expert_begin_[weights.down.size()];
+  const std::int32_t routed = expert_begin_.host()[weights.down.size()];
   RETURN_IF_ERROR(kernels::GatherRows({.in = normed,
-                                       .index = row_of_.data(),
+                                       .index = row_of_.as<std::int32_t>(),
                                        .out = routed_x_.as<float>(),
                                        .num_rows = routed,
                                        .size = config_->hidden_size},
@@ -122,7 +130,7 @@ absl::Status MoeLayer::Run(const MoeWeights& weights, const float* normed, const
                                    stream));
   RETURN_IF_ERROR(RunExperts(weights.down, activated_.as<float>(), routed_y_.as<float>(), stream));
   return kernels::CombineExperts({.in = routed_y_.as<float>(),
-                                  .place_of = place_of_.data(),
+                                  .place_of = place_of_.as<std::int32_t>(),
                                   .weights = weights_.as<float>(),
                                   .residual = residual,
                                   .out = x,

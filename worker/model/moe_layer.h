@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/device/buffer.h"
+#include "kernels/device/mirror.h"
 #include "kernels/device/stream.h"
 #include "kernels/linear.h"
 #include "worker/model/decoder_weights.h"
@@ -21,7 +22,7 @@ class MoeLayer {
  public:
   // `config` has a mixture of experts, and outlives this.
   static absl::StatusOr<MoeLayer> Create(const ModelConfig& config, const DecoderWeights& weights,
-                                         std::int32_t max_rows);
+                                         std::int32_t max_rows, kernels::Stream& stream);
 
   // x = residual + this rank's part of Experts(normed), both [num_rows, hidden]; `residual` may be
   // x, or null.
@@ -39,10 +40,10 @@ class MoeLayer {
                           float* y, kernels::Stream& stream);
 
   const ModelConfig* config_ = nullptr;
-  std::vector<std::int32_t> experts_;       // [rows, top_k]
-  std::vector<std::int32_t> place_of_;      // [rows, top_k]
-  std::vector<std::int32_t> row_of_;        // [routed rows]
-  std::vector<std::int32_t> expert_begin_;  // [own experts + 1]
+  kernels::Buffer experts_;                     // [rows, top_k]
+  kernels::Buffer place_of_;                    // [rows, top_k]
+  kernels::Buffer row_of_;                      // [routed rows]
+  kernels::Mirror<std::int32_t> expert_begin_;  // [own experts + 1]
   std::vector<kernels::LinearParams> products_;
   kernels::Buffer logits_;     // [rows, experts]
   kernels::Buffer scratch_;    // [rows, 2 * experts]

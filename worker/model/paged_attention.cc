@@ -16,7 +16,8 @@ PagedAttention::PagedAttention(const ModelConfig& config, const ShardLayout& lay
       group_heads_(layout.GroupQHeads()),
       kv_heads_(layout.GroupKvHeads()),
       q_per_kv_(layout.q_per_kv()),
-      block_tokens_per_rank_(layout.block_tokens_per_rank()) {}
+      block_tokens_per_rank_(layout.block_tokens_per_rank()),
+      owns_all_(layout.decode_context_parallel_size() == 1) {}
 
 absl::StatusOr<PagedAttention> PagedAttention::Create(const ModelConfig& config,
                                                       const ShardLayout& layout,
@@ -26,21 +27,24 @@ absl::StatusOr<PagedAttention> PagedAttention::Create(const ModelConfig& config,
   const std::int32_t merged_dim = MergedDim(config, layout);
   ASSIGN_OR_RETURN(
       DcpAttention dcp_attention,
-      DcpAttention::Create(layout, config.head_dim, merged_dim, max_rows, exchange, dcp));
+      DcpAttention::Create(layout, config.head_dim, merged_dim, max_rows, exchange, dcp, stream));
   PagedAttention attention(config, layout, cache, std::move(dcp_attention));
   ASSIGN_OR_RETURN(attention.owned_x_,
                    kernels::Buffer::Allocate(std::int64_t{max_rows} * config.hidden_size *
-                                             static_cast<std::int64_t>(sizeof(float))));
+                                                 static_cast<std::int64_t>(sizeof(float)),
+                                             stream));
   if (merged_dim < config.value_dim) {
     ASSIGN_OR_RETURN(
         attention.attended_,
         kernels::Buffer::Allocate(std::int64_t{max_rows} * attention.group_heads_.size() *
-                                  config.value_dim * static_cast<std::int64_t>(sizeof(float))));
+                                      config.value_dim * static_cast<std::int64_t>(sizeof(float)),
+                                  stream));
   }
-  ASSIGN_OR_RETURN(
-      attention.workspace_,
-      kernels::Buffer::Allocate(kernels::GqaAttentionWorkspaceBytes(
-          max_rows, attention.group_heads_.size(), config.head_dim, config.value_dim, stream)));
+  ASSIGN_OR_RETURN(attention.workspace_,
+                   kernels::Buffer::Allocate(kernels::GqaAttentionWorkspaceBytes(
+                                                 max_rows, attention.group_heads_.size(),
+                                                 config.head_dim, config.value_dim, stream),
+                                             stream));
   return attention;
 }
 
@@ -51,12 +55,11 @@ std::int64_t PagedAttention::workspace_bytes() const {
 
 absl::StatusOr<const float*> PagedAttention::OwnedRows(const AttentionStep& step, const float* x,
                                                        kernels::Stream& stream) {
-  const auto num_owned = static_cast<std::int32_t>(step.rows.owned_row.size());
-  if (num_owned == step.rows.num_rows()) return x;
+  if (owns_all_) return x;
   RETURN_IF_ERROR(kernels::GatherRows({.in = x,
-                                       .index = step.rows.owned_row.data(),
+                                       .index = step.arrays.owned_row(),
                                        .out = owned_x_.as<float>(),
-                                       .num_rows = num_owned,
+                                       .num_rows = step.num_owned,
                                        .size = config_->hidden_size},
                                       stream));
   return owned_x_.as<float>();
@@ -67,10 +70,10 @@ absl::Status PagedAttention::Append(std::int32_t layer, const AttentionStep& ste
                                     kernels::Stream& stream) {
   return kernels::KvAppend({.k = k,
                             .v = v,
-                            .slots = step.rows.owned_kv_slot.data(),
+                            .slots = step.arrays.owned_kv_slot(),
                             .k_blocks = cache_->k_blocks(layer),
                             .v_blocks = cache_->v_blocks(layer),
-                            .num_rows = static_cast<std::int32_t>(step.rows.owned_row.size()),
+                            .num_rows = step.num_owned,
                             .num_kv_heads = kv_heads_.size(),
                             .head_dim = config_->head_dim,
                             .block_tokens_per_rank = block_tokens_per_rank_,
@@ -81,18 +84,18 @@ absl::Status PagedAttention::Append(std::int32_t layer, const AttentionStep& ste
 
 absl::StatusOr<const float*> PagedAttention::Attend(std::int32_t layer, const AttentionStep& step,
                                                     kernels::Stream& stream) {
-  const StepRows& rows = step.rows;
+  const StepArrays& arrays = step.arrays;
   const bool window = config_->HasWindow(layer);
   return Attend(layer,
-                {.num_rows = rows.num_rows(),
-                 .slot = rows.slot.data(),
-                 .first_visible = (window ? rows.first_in_window : rows.first_visible).data(),
-                 .visible_len = rows.visible_len.data()},
-                step.slots, stream);
+                {.num_rows = step.num_rows,
+                 .slot = arrays.slot(),
+                 .first_visible = window ? arrays.first_in_window() : arrays.first_visible(),
+                 .visible_len = arrays.visible_len()},
+                arrays, stream);
 }
 
 absl::StatusOr<const float*> PagedAttention::Attend(std::int32_t layer, const VisibleRows& rows,
-                                                    const SlotTable& slots,
+                                                    const StepArrays& arrays,
                                                     kernels::Stream& stream) {
   const std::int32_t num_rows = rows.num_rows;
   ASSIGN_OR_RETURN(const float* group_q, dcp_attention_.GatherQueries(num_rows, stream));
@@ -100,7 +103,7 @@ absl::StatusOr<const float*> PagedAttention::Attend(std::int32_t layer, const Vi
   RETURN_IF_ERROR(kernels::GqaAttention({.q = group_q,
                                          .k_blocks = cache_->k_blocks(layer),
                                          .v_blocks = cache_->v_blocks(layer),
-                                         .block_table = slots.block_table(),
+                                         .block_table = arrays.block_table(),
                                          .row_slot = rows.slot,
                                          .first_visible = rows.first_visible,
                                          .visible_len = rows.visible_len,
@@ -115,7 +118,7 @@ absl::StatusOr<const float*> PagedAttention::Attend(std::int32_t layer, const Vi
                                          .head_dim = config_->head_dim,
                                          .value_dim = config_->value_dim,
                                          .block_tokens_per_rank = block_tokens_per_rank_,
-                                         .max_blocks_per_seq = slots.max_blocks_per_seq(),
+                                         .max_blocks_per_seq = arrays.max_blocks_per_seq(),
                                          .kv_dtype = cache_->shape().dtype,
                                          .scale = config_->attention_scale},
                                         workspace_.data(), stream));

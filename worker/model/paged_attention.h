@@ -11,6 +11,7 @@
 #include "worker/model/kv_cache.h"
 #include "worker/model/model_config.h"
 #include "worker/model/shard_layout.h"
+#include "worker/model/step_arrays.h"
 #include "worker/model/step_rows.h"
 
 namespace weft {
@@ -19,13 +20,17 @@ namespace weft {
 struct AttentionStep {
   const StepRows& rows;
   const SlotTable& slots;
+  const StepArrays& arrays;  // of both
+  // What kernels are launched for: those of `rows`, and on devices some that are nobody's.
+  std::int32_t num_rows;
+  std::int32_t num_owned;
   const float* cos;  // [num_rows, rotary_dim / 2]
   const float* sin;
   const float* owned_cos;  // [owned rows, rotary_dim / 2]
   const float* owned_sin;
 };
 
-// Rows that attend together, and the local entries that each sees.
+// Rows that attend together, and the local entries that each sees; for kernels.
 struct VisibleRows {
   std::int32_t num_rows;
   const std::int32_t* slot;           // [num_rows]
@@ -63,7 +68,7 @@ class PagedAttention {
                                       kernels::Stream& stream);
   // The same of some rows, whose queries are in Queries(rows.num_rows).
   absl::StatusOr<const float*> Attend(std::int32_t layer, const VisibleRows& rows,
-                                      const SlotTable& slots, kernels::Stream& stream);
+                                      const StepArrays& arrays, kernels::Stream& stream);
   float* Partial() const { return dcp_attention_.PartialOutput(); }  // [rows, heads, MergedDim()]
 
   // Partial() of all ranks, for this rank's heads: [num_rows, own heads, MergedDim()],
@@ -92,6 +97,7 @@ class PagedAttention {
   IndexRange kv_heads_;
   std::int32_t q_per_kv_;
   std::int32_t block_tokens_per_rank_;
+  bool owns_all_;
   kernels::Buffer owned_x_;   // [owned rows, hidden]
   kernels::Buffer attended_;  // [rows, group heads, value_dim]; empty where that is Partial()
   kernels::Buffer workspace_;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "fmt/format.h"
+#include "kernels/device/device_stream.h"
 #include "server/base/ceil_div.h"
 #include "server/base/status_macros.h"
 #include "worker/engine/step_plan.h"
@@ -19,19 +20,36 @@ constexpr std::int64_t kDefaultKvBytes = std::int64_t{2} << 30;
 // one.
 constexpr std::int64_t kWorkspaceAllowanceBytes = std::int64_t{256} << 20;
 
+// What weights and KV go into.
+struct Memory {
+  std::int64_t free_bytes;
+  std::int32_t num_ranks;  // that share it
+  std::int32_t percent;    // that the default budget takes, up to
+  std::int64_t most_bytes;
+};
+
+absl::StatusOr<Memory> MemoryOf(const RankModelOptions& options, kernels::Stream& stream) {
+  kernels::DeviceStream* const device = kernels::OnDevice(stream);
+  if (device == nullptr)
+    return Memory{AvailableMemoryBytes(), options.local_ranks, 60, kDefaultKvBytes};
+  ASSIGN_OR_RETURN(const std::int64_t free_bytes, device->FreeBytes());
+  return Memory{free_bytes, 1, 90, free_bytes};
+}
+
 absl::StatusOr<std::int32_t> BlocksThatFit(const RankModelOptions& options,
                                            const ModelConfig& config, const ShardLayout& layout,
                                            const KvCacheShape& shape, std::int64_t weight_bytes,
-                                           std::int64_t available_bytes) {
+                                           const Memory& memory) {
   const std::int64_t block_bytes = shape.BytesPerBlock();
   // Pages come as they are used: more than there is would be noticed under load only.
   const auto check = [&](std::string_view flag, std::int64_t bytes) -> absl::Status {
-    if (bytes / 1024 * options.local_ranks <= available_bytes / 1024) return absl::OkStatus();
-    return absl::InvalidArgumentError(fmt::format(
-        "{} asks for {:.2f} GiB of KV cache on each of {} ranks of this host; {:.2f} GiB are free "
-        "for all of them",
-        flag, static_cast<double>(bytes) / (1 << 30), options.local_ranks,
-        static_cast<double>(available_bytes) / (1 << 30)));
+    if (bytes / 1024 * memory.num_ranks <= memory.free_bytes / 1024) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        fmt::format("{} asks for {:.2f} GiB of KV cache on each of {} ranks that share a memory; "
+                    "{:.2f} GiB are "
+                    "free for all of them",
+                    flag, static_cast<double>(bytes) / (1 << 30), memory.num_ranks,
+                    static_cast<double>(memory.free_bytes) / (1 << 30)));
   };
   if (options.num_blocks.has_value()) {
     RETURN_IF_ERROR(check("--num-gpu-blocks-override", *options.num_blocks * block_bytes));
@@ -45,8 +63,8 @@ absl::StatusOr<std::int32_t> BlocksThatFit(const RankModelOptions& options,
     budget = *options.kv_cache_memory_bytes;
     RETURN_IF_ERROR(check("--kv-cache-memory-bytes", budget));
   } else {
-    const std::int64_t share = available_bytes / 10 * 6 / options.local_ranks;
-    budget = std::min({kDefaultKvBytes, blocks_of_all * block_bytes,
+    const std::int64_t share = memory.free_bytes / 100 * memory.percent / memory.num_ranks;
+    budget = std::min({memory.most_bytes, blocks_of_all * block_bytes,
                        share - weight_bytes - kWorkspaceAllowanceBytes});
   }
   const std::int64_t blocks = std::min<std::int64_t>(budget / block_bytes, 1 << 30);
@@ -85,6 +103,18 @@ std::string ExtraWeights(const ModelConfig& config, const ShardLayout& layout, D
   return text;
 }
 
+absl::Status CheckGraphs(const RankModelOptions& options, const ModelConfig& config) {
+  if (!options.graphs) return absl::OkStatus();
+  const auto refuse = [&](std::string_view why) {
+    return absl::InvalidArgumentError(
+        fmt::format("{} replays graphs of steps, which {}; give --enforce-eager",
+                    DeviceName(options.device), why));
+  };
+  if (options.layout.tensor_parallel_size > 1) return refuse("are there for one rank alone");
+  if (config.moe.has_value()) return refuse("are not there for mixtures of experts");
+  return absl::OkStatus();
+}
+
 // A model as its files describe it, before any weight is read.
 struct Described {
   ModelConfig config;
@@ -106,7 +136,13 @@ struct Described {
           fmt::format("--max-model-len is {}; this model has positions for at most {}",
                       *options.max_model_len, config.max_position_embeddings));
     }
+    RETURN_IF_ERROR(CheckGraphs(options, config));
     RETURN_IF_ERROR(CheckRanksCanShare(config, layout, options.expert_parallel));
+    if (options.quantization.has_value() && options.device != Device::kCpu) {
+      return absl::InvalidArgumentError(
+          fmt::format("--quantization: {} has no kernels for integer weights; --device=cpu has",
+                      DeviceName(options.device)));
+    }
     if (options.quantization.has_value()) {
       RETURN_IF_ERROR(CheckQuantGroups(config, layout, options.expert_parallel));
     }
@@ -124,7 +160,7 @@ absl::Status RankModel::Check(const RankModelOptions& options) {
 
 absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kernels::Stream& stream,
                                           const std::function<void(int done, int of)>& on_layer) {
-  const std::int64_t available_bytes = AvailableMemoryBytes();  // before our weights are in it
+  ASSIGN_OR_RETURN(const Memory memory, MemoryOf(options, stream));  // before our weights are in it
   ASSIGN_OR_RETURN(Described described, Described::Read(options));
   auto& [config, layout, checkpoint, warnings] = described;
   const DType dtype = options.dtype.value_or(config.dtype);
@@ -142,8 +178,13 @@ absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kerne
       DecoderWeights weights,
       LoadDecoderWeights(config, *checkpoint, layout, dtype, format, options.expert_parallel,
                          stream, [&](int done) { on_layer(done, num_layers); }));
-  ASSIGN_OR_RETURN(std::int32_t num_blocks, BlocksThatFit(options, config, layout, shape,
-                                                          weights.SizeBytes(), available_bytes));
+  ASSIGN_OR_RETURN(std::int32_t num_blocks,
+                   BlocksThatFit(options, config, layout, shape, weights.SizeBytes(), memory));
+  if (options.device != Device::kCpu) {
+    warnings.push_back(
+        fmt::format("{}: experimental: its kernels have been run under emulation only",
+                    DeviceName(options.device)));
+  }
   if (std::string note = LayoutNote(layout, config); !note.empty()) {
     warnings.push_back(std::move(note));
   }

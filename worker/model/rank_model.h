@@ -22,6 +22,7 @@ struct RankModelOptions {
   std::filesystem::path model_dir;
   LayoutOptions layout;
   Device device = Device::kCpu;
+  bool graphs = false;            // of steps, on a device
   std::vector<Feature> features;  // that are asked for; the capability table says what is refused
   std::int32_t rank = 0;
   std::optional<DType> dtype;                 // absent: the checkpoint's
@@ -34,7 +35,8 @@ struct RankModelOptions {
   bool expert_parallel = false;  // ranks share out whole experts, not each one's width
   // KV budget of this rank, the first that is given: blocks, bytes, or the default: the least of
   // 2 GiB, max_num_seqs sequences of max_model_len, and this rank's share of 60 % of the machine's
-  // available memory (or cgroup limit) less weights and workspace.
+  // available memory (or cgroup limit) less weights and workspace. On a GPU: of the latter two, of
+  // 90 % of what is free there.
   std::optional<std::int32_t> num_blocks;
   std::optional<std::int64_t> kv_cache_memory_bytes;
   std::int32_t local_ranks = 1;  // ranks that share this machine's memory

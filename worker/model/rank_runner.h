@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/device/buffer.h"
+#include "kernels/device/mirror.h"
 #include "kernels/device/stream.h"
 #include "kernels/gumbel_argmax.h"
 #include "worker/engine/step_plan.h"
@@ -21,6 +22,7 @@
 #include "worker/model/moe_layer.h"
 #include "worker/model/sampler.h"
 #include "worker/model/shard_layout.h"
+#include "worker/model/step_arrays.h"
 #include "worker/model/step_observer.h"
 #include "worker/model/step_rows.h"
 
@@ -37,6 +39,8 @@ struct RunnerOptions {
   // Bring the logits of every row that has some to the leader, for tests against references.
   bool gather_all_logits = false;
   StepObserver* observer = nullptr;  // may be null
+  // On a device: record the steps that only decode, and replay them.
+  bool graphs = false;
 };
 
 // What a step gives, on rank 0 and valid until the next one; empty on the other ranks.
@@ -81,7 +85,14 @@ class RankRunner {
              std::unique_ptr<AttentionLayer> attention);
 
   absl::Status AllocateWorkspace();
-  void PrepareStep(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
+  absl::Status PrepareStep(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
+  // On devices, steps that only decode are launched for one of a few numbers of rows.
+  void ListBuckets();
+  std::optional<std::size_t> BucketOf(const StepPlan& plan) const;
+  absl::Status CaptureGraphs(kernels::DeviceStream& device);
+  absl::Status SendSampling();
+  // All that a step computes before the host sees anything of it.
+  absl::Status LaunchStep();
   absl::Status RunLayers();
   absl::Status RunMlp(std::int32_t layer);
   // x = residual + this rank's part of MLP(normed).
@@ -90,7 +101,8 @@ class RankRunner {
   void TakeLogitsDeltas(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
   // What is to be done with each row that has logits.
   void ListLogitsRows(const StepPlan& plan);
-  absl::Status SampleRows(const StepPlan& plan);
+  absl::Status DrawTokens();
+  absl::Status SampleRows();
   absl::Status GatherWholeRows();
   // Leader: fills sampled_tokens_ and logprobs_.
   absl::Status FinishRows();
@@ -104,6 +116,7 @@ class RankRunner {
   Communicator& world_;
   const RunnerOptions options_;
   kernels::Stream& stream_;
+  kernels::CpuStream& host_;
   const RopeFrequencies rope_;
   const IndexRange vocab_;           // this rank's slice
   const std::int32_t padded_vocab_;  // ceil(vocab_size / T): a rank's part of a whole row
@@ -113,17 +126,29 @@ class RankRunner {
   StepRows rows_;
   Sampler sampler_;
 
+  // What kernels are launched for: the step's, or more.
+  struct Launched {
+    std::int32_t rows = 0;
+    std::int32_t owned = 0;
+    std::int32_t logits = 0;
+  };
+  Launched launched_;
+  std::vector<std::int32_t> buckets_;  // of rows, ascending; empty on the CPU
+  std::vector<std::unique_ptr<kernels::DeviceGraph>>
+      graphs_;  // [buckets], null where there is none
+
   std::vector<std::int32_t> token_ids_;  // [rows]
   kernels::Buffer x_;                    // [rows, hidden]
   kernels::Buffer normed_;               // [rows, hidden]
   kernels::Buffer gate_up_;              // [rows, 2 * own intermediate]
   kernels::Buffer activated_;            // [rows, own intermediate]
-  kernels::Buffer rope_tables_;  // cos, sin, owned cos, owned sin: [rows, rotary_dim / 2] each
-  kernels::Buffer logits_;       // [logits rows, padded_vocab]
-  kernels::Buffer whole_send_;   // [whole rows, padded_vocab]
-  kernels::Buffer whole_rows_;   // leader: [T, whole rows, padded_vocab]
-  kernels::Buffer whole_row_;    // leader: [whole rows, vocab]
-  kernels::Buffer processed_;    // leader: [vocab]
+  StepArrays arrays_;
+  kernels::Buffer logits_;             // [logits rows, padded_vocab]
+  kernels::Mirror<float> whole_send_;  // [whole rows, padded_vocab]
+  // On the host.
+  kernels::Buffer whole_rows_;  // leader: [T, whole rows, padded_vocab]
+  kernels::Buffer whole_row_;   // leader: [whole rows, vocab]
+  kernels::Buffer processed_;   // leader: [vocab]
 
   std::vector<LogitsProcessor> processors_;  // leader: [max_num_seqs]
   std::vector<PositionLogprobs> logprobs_;
@@ -134,12 +159,13 @@ class RankRunner {
     bool sampled = false;  // else scored
   };
   std::vector<LogitsRow> logits_rows_;
-  std::vector<float> temperature_;
-  std::vector<std::uint64_t> seed_;
-  std::vector<std::int64_t> sample_position_;
-  std::vector<kernels::ArgmaxResult> best_;      // own candidates
+  kernels::Mirror<float> temperature_;
+  kernels::Mirror<std::uint64_t> seed_;
+  kernels::Mirror<std::int64_t> sample_position_;
+  kernels::Mirror<kernels::ArgmaxResult> best_;  // own candidates
   std::vector<kernels::ArgmaxResult> all_best_;  // leader: [T, logits rows]
   std::vector<std::int32_t> whole_index_;        // which of them are gathered whole
+  kernels::Mirror<std::int32_t> whole_index_for_kernels_;
   std::vector<std::int32_t> sampled_tokens_;
 };
 

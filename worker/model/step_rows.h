@@ -21,6 +21,7 @@ class SlotTable {
   const std::int32_t* block_table() const {
     return block_table_.data();
   }  // [max_num_seqs, max_blocks_per_seq]
+  absl::Span<const std::int32_t> block_tables() const { return block_table_; }
   const std::int32_t* BlocksOf(std::int32_t slot) const {
     return block_table_.data() + static_cast<std::size_t>(slot) * max_blocks_per_seq_;
   }

@@ -1,5 +1,6 @@
 #include "kernels/cuda/emu/cudart.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -27,6 +28,9 @@ class Stream {
 };
 
 namespace {
+
+constexpr int kNumDevices = 64;
+constexpr std::size_t kDeviceBytes = std::size_t{1} << 30;
 
 thread_local std::string last_message;
 thread_local int captures = 0;  // of this thread, which forbid allocation and waiting
@@ -64,6 +68,10 @@ cudaError_t RunPending(Stream& stream) {
 }
 
 }  // namespace
+
+bool IsDeviceMemory(const void* data, std::size_t bytes) {
+  return DeviceMemory().Holds(data, bytes);
+}
 
 void Enqueue(Stream* stream, Work work) {
   auto& queue = stream->capturing != nullptr ? stream->capturing->nodes : stream->pending;
@@ -105,7 +113,22 @@ const char* cudaGetErrorString(cudaError_t error) {
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
+  *count = kNumDevices;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= kNumDevices) return Explain(cudaErrorInvalidValue, "no such device");
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int /*device*/) {
+  std::snprintf(properties->name, sizeof(properties->name), "emulated GPU");
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
+  *free = *total = kDeviceBytes;
   return cudaSuccess;
 }
 
@@ -128,7 +151,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaMalloc(void** data, std::size_t bytes) {
   if (captures > 0)
     return Explain(cudaErrorStreamCaptureUnsupported, "cudaMalloc while a graph is captured");
-  if (posix_memalign(data, 256, bytes) != 0) {
+  if (bytes > kDeviceBytes || posix_memalign(data, 256, bytes) != 0) {
     return Explain(cudaErrorMemoryAllocation, fmt::format("cannot allocate {} bytes", bytes));
   }
   std::memset(*data, 0xFF, bytes);
@@ -145,6 +168,20 @@ cudaError_t cudaFree(void* data) {
   if (memory.sizes.erase(static_cast<std::byte*>(data)) == 0) {
     return Explain(cudaErrorInvalidValue, "cudaFree of what cudaMalloc did not give");
   }
+  std::free(data);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMallocHost(void** data, std::size_t bytes) {
+  if (captures > 0)
+    return Explain(cudaErrorStreamCaptureUnsupported, "cudaMallocHost while a graph is captured");
+  *data = std::malloc(bytes);
+  return *data != nullptr
+             ? cudaSuccess
+             : Explain(cudaErrorMemoryAllocation, fmt::format("cannot allocate {} bytes", bytes));
+}
+
+cudaError_t cudaFreeHost(void* data) {
   std::free(data);
   return cudaSuccess;
 }

@@ -27,6 +27,7 @@ class Stream;
 class Graph;
 // Appends work to `stream`; it runs when somebody waits for it.
 void Enqueue(Stream* stream, std::function<cudaError_t()> work);
+bool IsDeviceMemory(const void* data, std::size_t bytes);
 cudaError_t LaunchGrid(dim3 grid, dim3 block, std::size_t dynamic_shared_bytes,
                        const std::function<void()>& thread_main);
 }  // namespace weft::cuda_emu
@@ -44,11 +45,19 @@ enum cudaMemcpyKind {
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
 
 cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaSetDevice(int device);
+struct cudaDeviceProp {
+  char name[256];
+};
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
+cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaMalloc(void** data, std::size_t bytes);
 cudaError_t cudaFree(void* data);
+cudaError_t cudaMallocHost(void** data, std::size_t bytes);
+cudaError_t cudaFreeHost(void* data);
 // `kind` is checked against where the memory is: host memory on the device's side is an error.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);

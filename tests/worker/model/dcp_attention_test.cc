@@ -110,7 +110,8 @@ class AttendingRank {
   // "" or what went wrong. Every rank of the DCP group runs it on `dcp`.
   std::string Run(Communicator& dcp) {
     FillCache();
-    auto attention = DcpAttention::Create(layout_, kHeadDim, kHeadDim, 9, shape_.exchange, dcp);
+    auto attention =
+        DcpAttention::Create(layout_, kHeadDim, kHeadDim, 9, shape_.exchange, dcp, stream_);
     if (!attention.ok()) return attention.status().ToString();
     WriteQueries(*attention);
     const CollectiveCounters before = dcp.Counters();

@@ -35,7 +35,8 @@ class KvGroup {
       KvCacheShape own = shape;
       own.num_kv_heads = layout.GroupKvHeads().size();
       own.block_tokens_per_rank = layout.block_tokens_per_rank();
-      absl::StatusOr<KvCache> cache = KvCache::Create(own, num_blocks + 2);
+      kernels::CpuStream cpu(1);
+      absl::StatusOr<KvCache> cache = KvCache::Create(own, num_blocks + 2, cpu);
       EXPECT_TRUE(cache.ok()) << cache.status();
       caches.push_back(*std::move(cache));
     }

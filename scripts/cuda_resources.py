@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""What nvcc makes of each CUDA kernel, as a table in kernels/README.md.
+
+Registers, spills, shared memory, and how many threads of an SM's 2048 fit at once; the shared memory that a
+launch asks for (attention's, routing's) comes on top. Needs the toolkit, no GPU. Compiles every kernel anew,
+for minutes. Exits with 1 if a kernel spills.
+  scripts/cuda_resources.py            writes the table
+  scripts/cuda_resources.py OP...      prints that of kernels/cuda/OP.cu
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+README = ROOT / "kernels/README.md"
+BEGIN, END = "<!-- scripts/cuda_resources.py -->\n", "<!-- end -->\n"
+# Shared memory of an SM; registers, threads and blocks are the same on all of these.
+ARCHITECTURES = {"sm_80": 164 * 1024, "sm_90a": 228 * 1024, "sm_100a": 228 * 1024}
+REGISTERS, THREADS, BLOCKS = 65536, 2048, 32
+RESERVED_SHARED = 1024  # of each block
+
+
+def find_nvcc():
+    home = pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    nvcc = shutil.which("nvcc") or shutil.which(home / "bin/nvcc")
+    if nvcc is None:
+        sys.exit("scripts/cuda_resources.py: no nvcc in PATH, CUDA_HOME or /usr/local/cuda")
+    return nvcc
+
+
+def run_nvcc(nvcc, op, arch, *flags):
+    command = [nvcc, "-std=c++20", "-O3", "-I.", "-gencode", f"arch=compute_{arch[3:]},code={flags[0]}",
+               *flags[1:], f"kernels/cuda/{op}.cu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}:\n{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def short_names(mangled):
+    """Names and template arguments of kernels."""
+    text = subprocess.run(["c++filt", *mangled], capture_output=True, text=True, check=True).stdout
+    text = text.replace("(anonymous namespace)::", "").replace("weft::kernels::cuda::", "")
+    text = re.sub(r"\((int|bool)\)", "", text)
+    return [re.sub(r"\(.*\)$", "", re.sub(r"^void ", "", name)) for name in text.splitlines()]
+
+
+def block_threads(nvcc, op):
+    """What __launch_bounds__ says, by mangled name."""
+    ptx = run_nvcc(nvcc, op, "sm_80", "compute_80", "-ptx", "-o", "-")
+    return {name: int(threads) for name, threads in
+            re.findall(r"\.entry (\w+)\([^{]*?\.maxntid (\d+)", ptx, re.S)}
+
+
+def rows_of(nvcc, op):
+    """(kernel, architecture's index, columns, spilled bytes) of every kernel of an op."""
+    threads = block_threads(nvcc, op)
+    pattern = re.compile(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+                         r".*?Used (\d+) registers([^\n]*)", re.S)
+    rows = []
+    for index, (arch, shared_of_sm) in enumerate(ARCHITECTURES.items()):
+        found = pattern.findall(run_nvcc(nvcc, op, arch, arch, "-cubin", "--resource-usage", "-o", "/dev/null"))
+        for kernel, (name, stores, loads, registers, rest) in zip(short_names([f[0] for f in found]), found):
+            shared = int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1])
+            warps = threads[name] // 32
+            of_warp = -(-int(registers) * 32 // 256) * 256  # given to warps in units of 256
+            blocks = min(BLOCKS, THREADS // threads[name], REGISTERS // of_warp // warps,
+                         shared_of_sm // (shared + RESERVED_SHARED))
+            spilled = int(stores) + int(loads)
+            rows.append((kernel, index, f"| `{kernel}` | {arch} | {registers} | {spilled} | {shared} | "
+                         f"{threads[name]} | {blocks * threads[name]} |\n", spilled))
+    return rows
+
+
+def main():
+    nvcc = find_nvcc()
+    ops = sys.argv[1:] or sorted(path.stem for path in (ROOT / "kernels/cuda").glob("*.cu"))
+    rows = sorted(row for op in ops for row in rows_of(nvcc, op))
+    table = ("| kernel | architecture | registers | spilled, bytes | static shared, bytes | threads of a block | "
+             "threads of an SM |\n|---|---|---|---|---|---|---|\n" + "".join(row[2] for row in rows))
+    if sys.argv[1:]:
+        print(table, end="")
+    else:
+        before, _, rest = README.read_text().partition(BEGIN)
+        README.write_text(before + BEGIN + table + END + rest.partition(END)[2])
+    spilled = [row[0] for row in rows if row[3] > 0]
+    if spilled:
+        sys.exit("these kernels spill registers: " + ", ".join(spilled))
+
+
+main()
