@@ -50,10 +50,10 @@ def short_names(mangled):
 
 
 def block_threads(nvcc, op):
-    """What __launch_bounds__ says, by mangled name."""
+    """What __launch_bounds__ says, by short name: mangled ones differ from run to run."""
     ptx = run_nvcc(nvcc, op, "sm_80", "compute_80", "-ptx", "-o", "-")
-    return {name: int(threads) for name, threads in
-            re.findall(r"\.entry (\w+)\([^{]*?\.maxntid (\d+)", ptx, re.S)}
+    found = re.findall(r"\.entry (\w+)\([^{]*?\.maxntid (\d+)", ptx, re.S)
+    return dict(zip(short_names([name for name, _ in found]), (int(threads) for _, threads in found)))
 
 
 def rows_of(nvcc, op):
@@ -64,15 +64,15 @@ def rows_of(nvcc, op):
     rows = []
     for index, (arch, shared_of_sm) in enumerate(ARCHITECTURES.items()):
         found = pattern.findall(run_nvcc(nvcc, op, arch, arch, "-cubin", "--resource-usage", "-o", "/dev/null"))
-        for kernel, (name, stores, loads, registers, rest) in zip(short_names([f[0] for f in found]), found):
+        for kernel, (_, stores, loads, registers, rest) in zip(short_names([f[0] for f in found]), found):
             shared = int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1])
-            warps = threads[name] // 32
+            warps = threads[kernel] // 32
             of_warp = -(-int(registers) * 32 // 256) * 256  # given to warps in units of 256
-            blocks = min(BLOCKS, THREADS // threads[name], REGISTERS // of_warp // warps,
+            blocks = min(BLOCKS, THREADS // threads[kernel], REGISTERS // of_warp // warps,
                          shared_of_sm // (shared + RESERVED_SHARED))
             spilled = int(stores) + int(loads)
             rows.append((kernel, index, f"| `{kernel}` | {arch} | {registers} | {spilled} | {shared} | "
-                         f"{threads[name]} | {blocks * threads[name]} |\n", spilled))
+                         f"{threads[kernel]} | {blocks * threads[kernel]} |\n", spilled))
     return rows
 
 
