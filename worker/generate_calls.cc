@@ -17,7 +17,7 @@ struct GenerateCalls::Table {
   absl::Status Enter(const std::shared_ptr<Call>& call, std::shared_ptr<Call>& older);
   void Leave(const Call& call);
 
-  std::atomic<std::int64_t> num_open_streams{0};
+  std::atomic<std::int64_t> num_open_calls{0};
   std::atomic<std::int64_t> stream_buffer_bytes{0};
   Mutex mutex;
   struct Running {
@@ -28,7 +28,7 @@ struct GenerateCalls::Table {
   absl::flat_hash_map<const Call*, std::weak_ptr<Call>> all ABSL_GUARDED_BY(mutex);
 };
 
-// Tokens from the engine thread into the stream.
+// Tokens from the engine thread to the reader.
 class GenerateCalls::Call final : public TokenSink {
  public:
   Call(std::shared_ptr<Table> table, Leader& leader, std::string request_id, std::uint64_t attempt)
@@ -38,7 +38,7 @@ class GenerateCalls::Call final : public TokenSink {
         leader_(leader) {}
   ~Call() override { table_->Leave(*this); }
 
-  void Attach(std::shared_ptr<StreamWriter<Response>> writer) { writer_ = std::move(writer); }
+  void Attach(std::shared_ptr<CallWriter> writer) { writer_ = std::move(writer); }
 
   // Call it once Enter() has let it in.
   void Submit(EngineRequest request, const std::shared_ptr<Call>& self) {
@@ -101,7 +101,7 @@ class GenerateCalls::Call final : public TokenSink {
  private:
   const std::shared_ptr<Table> table_;
   Leader& leader_;
-  std::shared_ptr<StreamWriter<Response>> writer_;
+  std::shared_ptr<CallWriter> writer_;
   std::atomic<std::uint64_t> id_{0};
   std::atomic<bool> cancelled_{false};
 };
@@ -134,33 +134,36 @@ GenerateCalls::GenerateCalls(std::int64_t max_stream_buffer_bytes)
     : max_stream_buffer_bytes_(max_stream_buffer_bytes), table_(std::make_shared<Table>()) {}
 GenerateCalls::~GenerateCalls() = default;
 
-grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* GenerateCalls::Start(
-    Leader& leader, const std::string& request_id, std::uint64_t attempt, EngineRequest request) {
+MuxWriterOptions GenerateCalls::StreamOptions() const {
+  return {.max_bytes = max_stream_buffer_bytes_,
+          .size_bytes = ResponseBytes,
+          .merge = MergeResponses,
+          .total_buffered_bytes = &table_->stream_buffer_bytes};
+}
+
+void GenerateCalls::Start(MuxWriter& mux, std::uint64_t number, Leader& leader,
+                          const std::string& request_id, std::uint64_t attempt,
+                          EngineRequest request) {
   const auto call = std::make_shared<Call>(table_, leader, request_id, attempt);
-  // Lives as long as the stream's writer.
-  table_->num_open_streams.fetch_add(1);
-  const std::shared_ptr<void> open(
-      nullptr, [table = table_](void*) { table->num_open_streams.fetch_sub(1); });
-  auto* stream = new GrpcStream<Response>({.max_bytes = max_stream_buffer_bytes_,
-                                           .size_bytes = ResponseBytes,
-                                           .merge = MergeResponses,
-                                           .on_cancel =
-                                               [open, weak = std::weak_ptr<Call>(call)] {
-                                                 if (const auto running = weak.lock())
-                                                   running->Cancel();
-                                               },
-                                           .total_buffered_bytes = &table_->stream_buffer_bytes});
-  call->Attach(stream->writer());
+  // Lives as long as the call's writer.
+  table_->num_open_calls.fetch_add(1);
+  std::shared_ptr<void> open(nullptr,
+                             [table = table_](void*) { table->num_open_calls.fetch_sub(1); });
+  std::shared_ptr<CallWriter> writer =
+      mux.Open(number, [open = std::move(open), weak = std::weak_ptr<Call>(call)] {
+        if (const auto running = weak.lock()) running->Cancel();
+      });
+  if (writer == nullptr) return;
+  call->Attach(std::move(writer));
   std::shared_ptr<Call> older;
   if (const absl::Status entered = table_->Enter(call, older); !entered.ok()) {
-    stream->writer()->Finish(entered);
-    return stream;
+    call->OnRefused(entered);
+    return;
   }
   if (older != nullptr) {
     older->End(absl::AbortedError(fmt::format("attempt {} has taken over", attempt)));
   }
   call->Submit(std::move(request), call);
-  return stream;
 }
 
 absl::Status GenerateCalls::ContinueKv(const v1::ContinueKvRequest& request) {
@@ -178,13 +181,6 @@ absl::Status GenerateCalls::ContinueKv(const v1::ContinueKvRequest& request) {
   return absl::OkStatus();
 }
 
-grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* GenerateCalls::Refuse(
-    const absl::Status& status) {
-  auto* stream = new GrpcStream<Response>({.size_bytes = ResponseBytes});
-  stream->writer()->Finish(status);
-  return stream;
-}
-
 void GenerateCalls::EndAll(const absl::Status& status) {
   std::vector<std::shared_ptr<Call>> calls;
   {
@@ -196,7 +192,7 @@ void GenerateCalls::EndAll(const absl::Status& status) {
   for (const auto& call : calls) call->End(status);
 }
 
-std::int64_t GenerateCalls::num_open_streams() const { return table_->num_open_streams.load(); }
+std::int64_t GenerateCalls::num_open_calls() const { return table_->num_open_calls.load(); }
 
 std::int64_t GenerateCalls::stream_buffer_bytes() const {
   return table_->stream_buffer_bytes.load(std::memory_order_relaxed);

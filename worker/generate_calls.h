@@ -5,13 +5,13 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "server/grpc_stream.h"
+#include "server/mux_writer.h"
 #include "weft/v1/worker.pb.h"
 #include "worker/leader.h"
 
 namespace weft {
 
-// The Worker.Generate calls of a leader, each from its request to the end of its stream.
+// What runs of the Worker.Generate streams of a leader: calls, each from its request to its end.
 //
 // A request that a router replays comes again with a higher attempt, maybe while an earlier one
 // still runs here for nobody: of one request_id only the newest attempt runs. Ids of requests that
@@ -20,26 +20,25 @@ namespace weft {
 // Thread-safe.
 class GenerateCalls {
  public:
-  using Response = v1::WorkerGenerateResponse;
-
   explicit GenerateCalls(std::int64_t max_stream_buffer_bytes);
   ~GenerateCalls();
 
-  // Hands `request` to `leader`, which outlives the call, and returns its stream. A running older
-  // attempt ends with ABORTED. ALREADY_EXISTS on the stream when the same or a newer attempt runs;
-  // an empty request_id is nobody's. Everything else that is wrong is Leader::Submit()'s.
-  grpc::ServerWriteReactor<Response>* Start(Leader& leader, const std::string& request_id,
-                                            std::uint64_t attempt, EngineRequest request);
+  // How the streams that these calls are of have to be made.
+  MuxWriterOptions StreamOptions() const;
+
+  // Hands `request` to `leader`, which outlives the call, and answers as `call` of `mux`. A running
+  // older attempt ends with ABORTED. ALREADY_EXISTS to the call when the same or a newer attempt
+  // runs; an empty request_id is nobody's. Everything else that is wrong is Leader::Submit()'s.
+  void Start(MuxWriter& mux, std::uint64_t call, Leader& leader, const std::string& request_id,
+             std::uint64_t attempt, EngineRequest request);
   // Lets the running attempt of that request go on; NOT_FOUND when there is none.
   absl::Status ContinueKv(const v1::ContinueKvRequest& request);
-  // A stream that says no more than `status`.
-  static grpc::ServerWriteReactor<Response>* Refuse(const absl::Status& status);
 
-  // Ends every stream of a running request with `status`.
+  // Ends every running request with `status`.
   void EndAll(const absl::Status& status);
 
-  // Streams whose last message has not been taken by their reader's connection.
-  std::int64_t num_open_streams() const;
+  // Calls whose last message has not been taken by their reader's connection.
+  std::int64_t num_open_calls() const;
   // What waits in them.
   std::int64_t stream_buffer_bytes() const;
   // Request ids that are taken.

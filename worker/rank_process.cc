@@ -464,7 +464,7 @@ int RunLeader(const RankProcessOptions& options, SignalWatch& signals, Superviso
     service.StartDrain();
     const auto deadline = std::chrono::steady_clock::now() + ToBoundedChrono(options.drain_timeout);
     // A reader may take longer than its request.
-    while ((leader.num_requests() > 0 || service.calls().num_open_streams() > 0) &&
+    while ((leader.num_requests() > 0 || service.calls().num_open_calls() > 0) &&
            std::chrono::steady_clock::now() < deadline) {
       absl::SleepFor(absl::Milliseconds(20));
     }

@@ -7,7 +7,9 @@
 #include "absl/time/clock.h"
 #include "fmt/format.h"
 #include "server/base/log.h"
+#include "server/base/status_macros.h"
 #include "server/error_reason.h"
+#include "server/grpc_mux_stream.h"
 #include "server/grpc_status.h"
 #include "server/grpc_stream.h"
 #include "worker/generate_request.h"
@@ -296,20 +298,36 @@ void WorkerService::Tell(Watcher& watcher, StateWriter& writer, v1::GroupState s
   writer.Write(std::move(state));
 }
 
-grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* WorkerService::Generate(
-    grpc::CallbackServerContext* context, const v1::WorkerGenerateRequest* request) {
-  Leader* const leader = leader_.load();
+grpc::ServerBidiReactor<v1::GenerateCommand, v1::GenerateEvents>* WorkerService::Generate(
+    grpc::CallbackServerContext*) {
+  return new GrpcMuxStream(
+      calls_.StreamOptions(),
+      [this](v1::WorkerGenerateRequest& request, absl::Time deadline, MuxWriter& mux,
+             std::uint64_t call) { StartCall(request, deadline, mux, call); });
+}
+
+void WorkerService::StartCall(const v1::WorkerGenerateRequest& request, absl::Time deadline,
+                              MuxWriter& mux, std::uint64_t call) {
+  absl::StatusOr<EngineRequest> accepted = Accept(request, deadline);
+  if (accepted.ok()) {
+    calls_.Start(mux, call, *leader_, request.request_id(), request.attempt(),
+                 *std::move(accepted));
+  } else if (const auto writer = mux.Open(call, nullptr); writer != nullptr) {
+    writer->Finish(accepted.status());
+  }
+}
+
+absl::StatusOr<EngineRequest> WorkerService::Accept(const v1::WorkerGenerateRequest& request,
+                                                    absl::Time deadline) {
   if (draining_) {
-    return GenerateCalls::Refuse(
-        WithReason(absl::UnavailableError("this group drains"), kReasonDraining));
+    return WithReason(absl::UnavailableError("this group drains"), kReasonDraining);
   }
-  if (leader == nullptr) {
-    return GenerateCalls::Refuse(
-        WithReason(absl::UnavailableError("this group is still loading"), kReasonNotReady));
+  if (leader_ == nullptr) {
+    return WithReason(absl::UnavailableError("this group is still loading"), kReasonNotReady);
   }
-  spdlog::debug("request {}: attempt {}, {} prompt tokens, traceparent {}", request->request_id(),
-                request->attempt(), request->prompt_token_ids_size(),
-                request->traceparent().empty() ? "none" : request->traceparent());
+  spdlog::debug("request {}: attempt {}, {} prompt tokens, traceparent {}", request.request_id(),
+                request.attempt(), request.prompt_token_ids_size(),
+                request.traceparent().empty() ? "none" : request.traceparent());
   std::vector<std::int32_t> eos_token_ids;
   ModelTokens model;
   std::string kv_format;
@@ -319,16 +337,9 @@ grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* WorkerService::Generate(
     model = {.vocab_size = state_.vocab_size(), .eos_token_ids = eos_token_ids};
     kv_format = state_.kv().format();
   }
-  absl::StatusOr<EngineRequest> engine_request =
-      ToEngineRequest(*request, model, limits_, absl::FromChrono(context->deadline()));
-  if (engine_request.ok()) {
-    if (absl::Status kv = SetHandoff(*request, kv_format, *engine_request); !kv.ok()) {
-      engine_request = std::move(kv);
-    }
-  }
-  if (!engine_request.ok()) return GenerateCalls::Refuse(engine_request.status());
-  return calls_.Start(*leader, request->request_id(), request->attempt(),
-                      *std::move(engine_request));
+  ASSIGN_OR_RETURN(EngineRequest accepted, ToEngineRequest(request, model, limits_, deadline));
+  RETURN_IF_ERROR(SetHandoff(request, kv_format, accepted));
+  return accepted;
 }
 
 absl::Status WorkerService::CheckJoinSecret(const grpc::CallbackServerContext& context) const {

@@ -23,8 +23,8 @@
 namespace weft {
 
 // weft.v1.Worker on the leader: Generate over a Leader, the followers' Join streams, WatchState.
-// Served from the start of the process; until SetReady() Generate answers UNAVAILABLE (NOT_READY)
-// and WatchState says what the group waits for.
+// Served from the start of the process; until SetReady() calls of Generate end with UNAVAILABLE
+// (NOT_READY) and WatchState says what the group waits for.
 //
 // Thread-safe.
 class WorkerService final : public v1::Worker::CallbackService {
@@ -53,7 +53,7 @@ class WorkerService final : public v1::Worker::CallbackService {
   absl::Status CheckFollowers(absl::Duration timeout);
   // UNAVAILABLE, saying why, while Generate refuses requests.
   absl::Status CheckServing();
-  // Refuses new Generate calls with UNAVAILABLE (DRAINING).
+  // Refuses new calls of Generate with UNAVAILABLE (DRAINING).
   void StartDrain();
   // Ends those that still run likewise.
   void EndRequests();
@@ -61,8 +61,8 @@ class WorkerService final : public v1::Worker::CallbackService {
   // Forgets the leader; call it once the server has shut down and before the leader goes.
   void Stop();
 
-  grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* Generate(
-      grpc::CallbackServerContext* context, const v1::WorkerGenerateRequest* request) override;
+  grpc::ServerBidiReactor<v1::GenerateCommand, v1::GenerateEvents>* Generate(
+      grpc::CallbackServerContext* context) override;
   grpc::ServerBidiReactor<v1::JoinRequest, v1::JoinResponse>* Join(
       grpc::CallbackServerContext* context) override;
   grpc::ServerWriteReactor<v1::GroupState>* WatchState(
@@ -79,6 +79,12 @@ class WorkerService final : public v1::Worker::CallbackService {
     bool block_changes = false;  // whether it wants them
     BlockLog::Reader blocks;     // what of them it was told
   };
+
+  // Starts what a router asks for.
+  void StartCall(const v1::WorkerGenerateRequest& request, absl::Time deadline, MuxWriter& mux,
+                 std::uint64_t call);
+  absl::StatusOr<EngineRequest> Accept(const v1::WorkerGenerateRequest& request,
+                                       absl::Time deadline);
 
   void KeepInfo(std::int32_t rank, const v1::RankInfo& info) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::GroupState CurrentState() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -31,6 +31,7 @@
 #include "router/prefix_index.h"
 #include "server/base/check.h"
 #include "server/base/mutex.h"
+#include "server/grpc_mux_stream.h"
 #include "server/grpc_server.h"
 #include "server/grpc_stream.h"
 #include "server/options.h"
@@ -64,13 +65,14 @@ class FreeLeader final : public v1::Worker::CallbackService {
     token_.add_token_ids(7);
   }
 
-  grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* Generate(
-      grpc::CallbackServerContext*, const v1::WorkerGenerateRequest*) override {
-    auto* stream = new GrpcStream<v1::WorkerGenerateResponse>(
-        {.size_bytes = [](const v1::WorkerGenerateResponse&) { return std::int64_t{1}; }});
-    MutexLock lock(mutex_);
-    slices_[next_++ % kSlices].push_back(stream->writer());
-    return stream;
+  grpc::ServerBidiReactor<v1::GenerateCommand, v1::GenerateEvents>* Generate(
+      grpc::CallbackServerContext*) override {
+    return new GrpcMuxStream(
+        {.size_bytes = [](const v1::WorkerGenerateResponse&) { return std::int64_t{1}; }},
+        [this](v1::WorkerGenerateRequest&, absl::Time, MuxWriter& mux, std::uint64_t call) {
+          MutexLock lock(mutex_);
+          slices_[next_++ % kSlices].push_back(mux.Open(call, nullptr));
+        });
   }
 
   grpc::ServerWriteReactor<v1::GroupState>* WatchState(grpc::CallbackServerContext*,
@@ -92,7 +94,7 @@ class FreeLeader final : public v1::Worker::CallbackService {
 
  private:
   void Tick() {
-    std::vector<std::shared_ptr<StreamWriter<v1::WorkerGenerateResponse>>> due;
+    std::vector<std::shared_ptr<CallWriter>> due;
     {
       MutexLock lock(mutex_);
       auto& slice = slices_[tick_ % kSlices];
@@ -103,7 +105,7 @@ class FreeLeader final : public v1::Worker::CallbackService {
     }
     std::size_t ended = 0;
     for (auto& writer : due) {
-      if (writer->Write(token_)) continue;
+      if (writer != nullptr && writer->Write(token_)) continue;
       ++ended;
       writer = nullptr;
     }
@@ -118,8 +120,7 @@ class FreeLeader final : public v1::Worker::CallbackService {
 
   v1::WorkerGenerateResponse token_;
   Mutex mutex_;
-  std::vector<std::shared_ptr<StreamWriter<v1::WorkerGenerateResponse>>>
-      slices_[kSlices] ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<CallWriter>> slices_[kSlices] ABSL_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<StreamWriter<v1::GroupState>>> watchers_ ABSL_GUARDED_BY(mutex_);
   v1::GroupState state_ ABSL_GUARDED_BY(mutex_);
   std::uint64_t next_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -138,7 +139,7 @@ class RelayedStream final {
   RelayedStream(GenericStub& stub, const grpc::ByteBuffer& request)
       : client_(*this), server_(*this), request_(request) {
     stub.PrepareBidiStreamingCall(&context_, kWorkerGenerate, {}, &client_);
-    client_.StartWriteLast(&request_, {});
+    client_.StartWrite(&request_);  // the last one, but its end would be the call's
     client_.StartRead(&message_);
     client_.StartCall();
   }
@@ -189,7 +190,12 @@ class RelayService final
       : stub_(NewGrpcChannel(leader, {.retries = false})) {}
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext*,
                                                        const grpc::ByteBuffer*) override {
-    static const grpc::ByteBuffer request = ToBuffer(v1::WorkerGenerateRequest());
+    static const grpc::ByteBuffer request = [] {
+      v1::GenerateCommand start;
+      start.set_call(1);
+      start.mutable_start();
+      return ToBuffer(start);
+    }();
     return (new RelayedStream(stub_, request))->server();
   }
 

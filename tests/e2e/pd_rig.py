@@ -4,6 +4,7 @@ that a hand-off takes seconds: what happens in each of its phases can be chosen.
 import json
 import os
 import pathlib
+import queue
 import random
 import re
 import signal
@@ -97,6 +98,53 @@ class Stream:
         self.thread.join(10)
 
 
+class CallError(grpc.RpcError):
+    """How a call on a leader's stream has ended."""
+
+    def __init__(self, end):
+        super().__init__()
+        self._end = end
+
+    def code(self):
+        return next(code for code in grpc.StatusCode if code.value[0] == self._end.code)
+
+    def details(self):
+        return self._end.message.decode(errors="replace")
+
+    def trailing_metadata(self):
+        return (("grpc-status-details-bin", self._end.details),)
+
+
+class LeaderCall:
+    """A request, on a Worker.Generate stream of its own. Iterate over what is said of it."""
+
+    def __init__(self, leader, fields):
+        command = leader.message_class("weft.v1.GenerateCommand")
+        events = leader.message_class("weft.v1.GenerateEvents")
+        self.commands = queue.SimpleQueue()  # its end would end the stream
+        self.commands.put(command(call=1, start=fields))
+        open_stream = leader.channel.stream_stream("/weft.v1.Worker/Generate", request_serializer=command.SerializeToString,
+                                                   response_deserializer=events.FromString)
+        self.stream = open_stream(iter(self.commands.get, None), timeout=60)
+
+    def __iter__(self):
+        try:
+            for message in self.stream:
+                for event in message.events:
+                    if event.HasField("response"):
+                        yield event.response
+                    if event.HasField("end"):
+                        if event.end.code:
+                            raise CallError(event.end)
+                        return
+        finally:
+            self.cancel()
+
+    def cancel(self):
+        self.commands.put(None)
+        self.stream.cancel()
+
+
 class Leader(Api):
     """The internal service of a group's leader: what a router does, step by step."""
 
@@ -115,7 +163,7 @@ class Leader(Api):
         self.attempt += 1
         fields = {"request_id": request_id, "prompt_token_ids": prompt["ids"], "attempt": self.attempt,
                   "sampling": {"temperature": 0, "seed": 1, "ignore_eos": True, "max_tokens": len(prompt["greedy"])}}
-        return Stream(self.call("Generate", fields | more))
+        return Stream(LeaderCall(self, fields | more))
 
     def receive(self, request_id, prompt, kv_format):
         """Its stream, and what it says it has reserved."""

@@ -8,6 +8,7 @@
 
 #include "fmt/format.h"
 #include "server/base/check.h"
+#include "server/grpc_mux_stream.h"
 #include "server/grpc_stream.h"
 
 namespace weft {
@@ -16,30 +17,12 @@ class FakeWorker::Service final : public v1::Worker::CallbackService {
  public:
   explicit Service(FakeWorker& worker) : worker_(worker) {}
 
-  grpc::ServerWriteReactor<v1::WorkerGenerateResponse>* Generate(
-      grpc::CallbackServerContext*, const v1::WorkerGenerateRequest* request) override {
-    auto call = std::make_shared<Call>();
-    call->request_ = *request;
-    StreamWriterOptions<v1::WorkerGenerateResponse> options;
-    options.size_bytes = [](const v1::WorkerGenerateResponse&) { return std::int64_t{1}; };
-    options.on_cancel = [weak = std::weak_ptr<Call>(call)] {
-      if (const auto alive = weak.lock()) {
-        MutexLock lock(alive->mutex_);
-        alive->cancelled_ = true;
-        alive->changed_.NotifyAll();
-      }
-    };
-    auto* stream = new GrpcStream<v1::WorkerGenerateResponse>(std::move(options));
-    call->writer_ = stream->writer();
-    MutexLock lock(worker_.mutex_);
-    if (!worker_.refusal_.ok()) {
-      ++worker_.num_refused_;
-      call->writer_->Finish(worker_.refusal_);
-      return stream;
-    }
-    worker_.calls_.push_back(std::move(call));
-    worker_.changed_.NotifyAll();
-    return stream;
+  grpc::ServerBidiReactor<v1::GenerateCommand, v1::GenerateEvents>* Generate(
+      grpc::CallbackServerContext*) override {
+    return new GrpcMuxStream(
+        {.size_bytes = [](const v1::WorkerGenerateResponse&) { return std::int64_t{1}; }},
+        [this](v1::WorkerGenerateRequest& request, absl::Time deadline, MuxWriter& mux,
+               std::uint64_t number) { StartCall(request, deadline, mux, number); });
   }
 
   grpc::ServerWriteReactor<v1::GroupState>* WatchState(grpc::CallbackServerContext*,
@@ -54,6 +37,29 @@ class FakeWorker::Service final : public v1::Worker::CallbackService {
   }
 
  private:
+  void StartCall(v1::WorkerGenerateRequest& request, absl::Time deadline, MuxWriter& mux,
+                 std::uint64_t number) {
+    auto call = std::make_shared<Call>();
+    call->request_ = std::move(request);
+    call->deadline_ = deadline;
+    call->writer_ = mux.Open(number, [weak = std::weak_ptr<Call>(call)] {
+      if (const auto alive = weak.lock()) {
+        MutexLock lock(alive->mutex_);
+        alive->cancelled_ = true;
+        alive->changed_.NotifyAll();
+      }
+    });
+    if (call->writer_ == nullptr) return;
+    MutexLock lock(worker_.mutex_);
+    if (!worker_.refusal_.ok()) {
+      ++worker_.num_refused_;
+      call->writer_->Finish(worker_.refusal_);
+      return;
+    }
+    worker_.calls_.push_back(std::move(call));
+    worker_.changed_.NotifyAll();
+  }
+
   FakeWorker& worker_;
 };
 

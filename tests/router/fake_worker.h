@@ -9,9 +9,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "server/base/mutex.h"
 #include "server/grpc_server.h"
+#include "server/mux_writer.h"
 #include "server/stream_writer.h"
 #include "weft/v1/worker.grpc.pb.h"
 
@@ -21,22 +23,24 @@ namespace weft {
 // Thread-safe.
 class FakeWorker {
  public:
-  // One Worker.Generate call, played by the test.
+  // One call of Worker.Generate, played by the test.
   class Call {
    public:
     const v1::WorkerGenerateRequest& request() const { return request_; }
-    // False once the stream has ended.
+    absl::Time deadline() const { return deadline_; }
+    // False once the call has ended.
     bool Send(absl::Span<const std::int32_t> ids,
               v1::FinishReason finish = v1::FINISH_REASON_UNSPECIFIED);
     bool Send(v1::WorkerGenerateResponse response) { return writer_->Write(std::move(response)); }
     void End(absl::Status status = absl::OkStatus()) { writer_->Finish(std::move(status)); }
-    // Returns once the router has cancelled or its deadline has passed.
+    // Returns once the router has cancelled or is gone.
     void WaitUntilCancelled();
 
    private:
     friend class FakeWorker;
     v1::WorkerGenerateRequest request_;
-    std::shared_ptr<StreamWriter<v1::WorkerGenerateResponse>> writer_;
+    absl::Time deadline_;
+    std::shared_ptr<CallWriter> writer_;
     Mutex mutex_;
     CondVar changed_;
     bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;

@@ -11,23 +11,23 @@
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "server/grpc_server.h"
-#include "weft/v1/worker.grpc.pb.h"
+#include "weft/v1/inference.grpc.pb.h"
 
 namespace weft {
 namespace {
 
-using Response = v1::WorkerGenerateResponse;
+using Response = v1::GenerateResponse;
 
 // Generate echoes the prompt's ids, one message each, from a thread of its own. Then request id
 // "hang" never ends by itself, "flood" writes until it is told to stop, "fail" ends with an error.
-class EchoService : public v1::Worker::CallbackService {
+class EchoService : public v1::Inference::CallbackService {
  public:
   ~EchoService() override {
     for (std::thread& thread : threads_) thread.join();
   }
 
   grpc::ServerWriteReactor<Response>* Generate(grpc::CallbackServerContext*,
-                                               const v1::WorkerGenerateRequest* request) override {
+                                               const v1::GenerateRequest* request) override {
     auto* stream = new GrpcStream<Response>({
         .max_messages = 8,
         .max_bytes = 1 << 20,
@@ -44,9 +44,9 @@ class EchoService : public v1::Worker::CallbackService {
   std::atomic<int> cancels = 0;
 
  private:
-  void Produce(StreamWriter<Response>& writer, const v1::WorkerGenerateRequest& request) {
+  void Produce(StreamWriter<Response>& writer, const v1::GenerateRequest& request) {
     Response response;
-    for (const std::int32_t id : request.prompt_token_ids()) {
+    for (const std::int32_t id : request.token_ids().ids()) {
       response.clear_token_ids();
       response.add_token_ids(id);
       if (!writer.Write(response)) return;
@@ -76,14 +76,14 @@ class GrpcStreamTest : public ::testing::Test {
     auto server = GrpcServer::Start({.listen_addresses = {"127.0.0.1:0"}}, services);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
-    stub_ = v1::Worker::NewStub(NewGrpcChannel(server_->addresses()[0]));
+    stub_ = v1::Inference::NewStub(NewGrpcChannel(server_->addresses()[0]));
   }
   ~GrpcStreamTest() override { server_.reset(); }  // before the service
 
-  static v1::WorkerGenerateRequest Request(const std::string& id, int ids) {
-    v1::WorkerGenerateRequest request;
+  static v1::GenerateRequest Request(const std::string& id, int ids) {
+    v1::GenerateRequest request;
     request.set_request_id(id);
-    for (int i = 0; i < ids; ++i) request.add_prompt_token_ids(i);
+    for (int i = 0; i < ids; ++i) request.mutable_token_ids()->add_ids(i);
     return request;
   }
   void AwaitCancels(int count) {
@@ -92,7 +92,7 @@ class GrpcStreamTest : public ::testing::Test {
 
   EchoService service_;
   std::unique_ptr<GrpcServer> server_;
-  std::unique_ptr<v1::Worker::Stub> stub_;
+  std::unique_ptr<v1::Inference::Stub> stub_;
 };
 
 TEST_F(GrpcStreamTest, DeliversEveryMessageInOrderThenTheStatusWithItsDetails) {
@@ -135,7 +135,7 @@ TEST_F(GrpcStreamTest, ACancelADeadlineAndAVanishedClientReachTheProducer) {
   }
   AwaitCancels(before + 1);
   {
-    auto stub = v1::Worker::NewStub(NewGrpcChannel(server_->addresses()[0]));
+    auto stub = v1::Inference::NewStub(NewGrpcChannel(server_->addresses()[0]));
     grpc::ClientContext context;
     auto reader = stub->Generate(&context, Request("hang", 1));
     Response response;

@@ -2,6 +2,7 @@
 
 #include "worker/worker_service.h"
 
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -13,45 +14,18 @@
 #include "server/grpc_server.h"
 #include "tests/golden.h"
 #include "tests/worker/engine/block_index.h"
+#include "tests/worker/generate_client.h"
 #include "tests/worker/local_group.h"
 
 namespace weft {
 namespace {
 
 using ::testing::HasSubstr;
+using Call = GenerateClient;
 using Response = v1::WorkerGenerateResponse;
 
 constexpr std::int32_t kVocab = 320;
 constexpr std::int32_t kEos = 2;
-
-// Generate as a client sees it.
-class Call {
- public:
-  Call(v1::Worker::Stub& stub, const v1::WorkerGenerateRequest& request)
-      : reader_(stub.Generate(&context_, request)) {}
-
-  // False at the end of the stream.
-  bool Read(Response& response) { return reader_->Read(&response); }
-  // All of it in one message; sets `status`.
-  Response ReadAll(grpc::Status& status) {
-    Response all;
-    Response next;
-    while (Read(next)) MergeInto(all, next);
-    status = reader_->Finish();
-    return all;
-  }
-  grpc::Status Finish() {
-    grpc::Status status;
-    ReadAll(status);
-    return status;
-  }
-
- private:
-  static void MergeInto(Response& all, const Response& next) { all.MergeFrom(next); }
-
-  grpc::ClientContext context_;
-  std::unique_ptr<grpc::ClientReader<Response>> reader_;
-};
 
 class WorkerServiceTest : public ::testing::Test {
  protected:
@@ -150,13 +124,64 @@ TEST_F(WorkerServiceTest, LogprobsAndTheWayItEndedReachTheClient) {
   }
 }
 
+// Two of three calls end in their own ways; what the third says is not touched by that.
+TEST_F(WorkerServiceTest, CallsThatShareAStreamEndByThemselves) {
+  grpc::ClientContext context;
+  const auto stream = stub_->Generate(&context);
+  const auto start = [&](std::uint64_t call, std::int32_t max_tokens, absl::Duration timeout) {
+    v1::GenerateCommand command;
+    command.set_call(call);
+    *command.mutable_start() = Request(std::to_string(call), 0, max_tokens);
+    command.set_timeout_us(absl::ToInt64Microseconds(timeout));
+    return stream->Write(command);
+  };
+  ASSERT_TRUE(start(1, 490, absl::Hours(1)) && start(2, 490, absl::Milliseconds(1)) &&
+              start(3, 20, absl::Hours(1)));
+  std::map<std::uint64_t, Response> said;
+  std::map<std::uint64_t, int> codes;
+  v1::GenerateEvents events;
+  bool cancelled = false;
+  while ((codes.size() < 2 || !cancelled) && stream->Read(&events)) {
+    for (const v1::GenerateEvent& event : events.events()) {
+      EXPECT_FALSE(codes.contains(event.call())) << "something after the end of " << event.call();
+      said[event.call()].MergeFrom(event.response());
+      if (event.has_end()) codes[event.call()] = event.end().code();
+    }
+    if (cancelled || said[1].token_ids().empty()) continue;
+    cancelled = true;
+    v1::GenerateCommand cancel;
+    cancel.set_call(1);
+    cancel.set_cancel(true);
+    ASSERT_TRUE(stream->Write(cancel));
+  }
+  EXPECT_TRUE(Await([&] { return group_->leader().num_requests() == 0; }));
+  EXPECT_LT(said[1].token_ids_size(), 490);
+  EXPECT_EQ(codes, (std::map<std::uint64_t, int>{{2, grpc::DEADLINE_EXCEEDED}, {3, grpc::OK}}));
+  grpc::Status status;
+  const Response undisturbed = Call(*stub_, Request("3", 0, 20)).ReadAll(status);
+  EXPECT_EQ(undisturbed.token_ids_size(), 20);
+  EXPECT_THAT(said[3].token_ids(), ::testing::ElementsAreArray(undisturbed.token_ids()));
+  EXPECT_TRUE(Await([&] { return service_->calls().num_open_calls() == 0; }));
+  context.TryCancel();
+}
+
+TEST_F(WorkerServiceTest, TheEndOfItsStreamEndsACall) {
+  {
+    Response response;
+    Call call(*stub_, Request("a", 0, 490));
+    ASSERT_TRUE(call.Read(response));
+  }  // cancels the stream
+  EXPECT_TRUE(Await([&] { return service_->calls().num_open_calls() == 0; }));
+  EXPECT_TRUE(Await([&] { return group_->leader().num_requests() == 0; }));
+}
+
 TEST_F(WorkerServiceTest, WhatIsOutOfRangeIsInvalidArgument) {
   v1::WorkerGenerateRequest request = Request("a", 0, 20);
   request.mutable_sampling()->set_presence_penalty(2.5F);
   const grpc::Status status = Call(*stub_, request).Finish();
   EXPECT_EQ(status.error_code(), grpc::INVALID_ARGUMENT);
   EXPECT_EQ(status.error_message(), "presence_penalty is 2.5; allowed is -2 to 2");
-  EXPECT_TRUE(Await([&] { return service_->calls().num_open_streams() == 0; }));
+  EXPECT_TRUE(Await([&] { return service_->calls().num_open_calls() == 0; }));
 }
 
 TEST_F(WorkerServiceTest, AFirstTokenOutsideTheVocabularyIsRefused) {
@@ -226,7 +251,7 @@ TEST_F(WorkerServiceTest, RacingAttemptsLeaveNothingBehind) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_GT(ok, 0);
   EXPECT_TRUE(Await([&] {
-    return group_->leader().num_requests() == 0 && service_->calls().num_open_streams() == 0;
+    return group_->leader().num_requests() == 0 && service_->calls().num_open_calls() == 0;
   }));
   EXPECT_EQ(service_->calls().num_running_ids(), 0);
 }
@@ -245,23 +270,23 @@ TEST_F(WorkerServiceTest, ACancelledRequestIsNotAborted) {
 }
 
 // What a drain waits for: a reader's last message, not only the end of its request.
-TEST_F(WorkerServiceTest, AStreamIsOpenUntilItsReaderHasItAll) {
+TEST_F(WorkerServiceTest, ACallIsOpenUntilItsReaderHasItAll) {
   v1::WorkerGenerateRequest request = Request("a", 0, 100);
   request.mutable_sampling()->set_logprobs(-1);  // more than this connection buffers
   const auto stub = SlowStub();
   Call call(*stub, request);
   EXPECT_TRUE(Await([&] {
-    return service_->calls().num_open_streams() == 1 && group_->leader().num_requests() == 0;
+    return service_->calls().num_open_calls() == 1 && group_->leader().num_requests() == 0;
   }));
   absl::SleepFor(absl::Milliseconds(50));
-  EXPECT_EQ(service_->calls().num_open_streams(), 1);
+  EXPECT_EQ(service_->calls().num_open_calls(), 1);
   grpc::Status status;
   EXPECT_EQ(call.ReadAll(status).logprobs_size(), 100);
   EXPECT_TRUE(status.ok()) << status.error_message();
-  EXPECT_TRUE(Await([&] { return service_->calls().num_open_streams() == 0; }));
+  EXPECT_TRUE(Await([&] { return service_->calls().num_open_calls() == 0; }));
 }
 
-TEST_F(WorkerServiceTest, AReaderWhoLetsMoreThanTheBufferPileUpLosesItsStreamAlone) {
+TEST_F(WorkerServiceTest, AReaderWhoLetsMoreThanTheBufferPileUpLosesItsCallAlone) {
   v1::WorkerGenerateRequest request = Request("a", 0, 490);
   request.mutable_sampling()->set_logprobs(-1);  // 1.8 MB in all; the buffer is 1 MiB
   const auto stub = SlowStub();
