@@ -34,7 +34,9 @@ if [ "$all" = 1 ]; then
   run_tests release -LE full_product
   run_tests release -L full_product -j "$jobs"
 else
-  run_tests release -LE long
+  run_tests release -LE 'long|e2e' -j "$jobs"
+  # These start many processes, and some of them measure.
+  run_tests release -L e2e -LE long
 fi
 
 if [ "$sanitizers" = 1 ]; then
@@ -42,7 +44,7 @@ if [ "$sanitizers" = 1 ]; then
     cmake --preset "$preset" >/dev/null
     # Only what is labelled is built: the rest would take as long as the tests.
     cmake --build "build/$preset" -j "$jobs" --target "${preset}_tests"
-    run_tests "$preset" -L "$preset"
+    run_tests "$preset" -L "$preset" -j "$jobs"
   done
   scripts/fuzz.sh 60
 fi
