@@ -56,13 +56,13 @@ def block_threads(nvcc, op):
     return dict(zip(short_names([name for name, _ in found]), (int(threads) for _, threads in found)))
 
 
-def rows_of(nvcc, op):
-    """(kernel, architecture's index, columns, spilled bytes) of every kernel of an op."""
+def kernels_of(nvcc, op):
+    """{kernel: one (registers, spilled bytes, static shared bytes, threads of a block, of an SM) per architecture}."""
     threads = block_threads(nvcc, op)
     pattern = re.compile(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
                          r".*?Used (\d+) registers([^\n]*)", re.S)
-    rows = []
-    for index, (arch, shared_of_sm) in enumerate(ARCHITECTURES.items()):
+    kernels = {}
+    for arch, shared_of_sm in ARCHITECTURES.items():
         found = pattern.findall(run_nvcc(nvcc, op, arch, arch, "-cubin", "--resource-usage", "-o", "/dev/null"))
         for kernel, (_, stores, loads, registers, rest) in zip(short_names([f[0] for f in found]), found):
             shared = int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1])
@@ -70,24 +70,30 @@ def rows_of(nvcc, op):
             of_warp = -(-int(registers) * 32 // 256) * 256  # given to warps in units of 256
             blocks = min(BLOCKS, THREADS // threads[kernel], REGISTERS // of_warp // warps,
                          shared_of_sm // (shared + RESERVED_SHARED))
-            spilled = int(stores) + int(loads)
-            rows.append((kernel, index, f"| `{kernel}` | {arch} | {registers} | {spilled} | {shared} | "
-                         f"{threads[kernel]} | {blocks * threads[kernel]} |\n", spilled))
-    return rows
+            kernels.setdefault(kernel, []).append(
+                (int(registers), int(stores) + int(loads), shared, threads[kernel], blocks * threads[kernel]))
+    return kernels
+
+
+def cell(values):
+    """One number where all architectures have the same."""
+    return " / ".join(map(str, values if len(set(values)) > 1 else values[:1]))
 
 
 def main():
     nvcc = find_nvcc()
     ops = sys.argv[1:] or sorted(path.stem for path in (ROOT / "kernels/cuda").glob("*.cu"))
-    rows = sorted(row for op in ops for row in rows_of(nvcc, op))
-    table = ("| kernel | architecture | registers | spilled, bytes | static shared, bytes | threads of a block | "
-             "threads of an SM |\n|---|---|---|---|---|---|---|\n" + "".join(row[2] for row in rows))
+    kernels = {name: found for op in ops for name, found in kernels_of(nvcc, op).items()}
+    table = (f"| kernel ({' / '.join(ARCHITECTURES)}) | registers | spilled, bytes | static shared, bytes | "
+             "threads of a block | threads of an SM |\n|---|---|---|---|---|---|\n")
+    for name in sorted(kernels):
+        table += f"| `{name}` | " + " | ".join(cell(values) for values in zip(*kernels[name])) + " |\n"
     if sys.argv[1:]:
         print(table, end="")
     else:
         before, _, rest = README.read_text().partition(BEGIN)
         README.write_text(before + BEGIN + table + END + rest.partition(END)[2])
-    spilled = [row[0] for row in rows if row[3] > 0]
+    spilled = [name for name, found in kernels.items() if any(values[1] > 0 for values in found)]
     if spilled:
         sys.exit("these kernels spill registers: " + ", ".join(spilled))
 
