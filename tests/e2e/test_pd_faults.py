@@ -320,8 +320,13 @@ def test_an_endpoint_of_an_earlier_life_is_refused(rig, legs):
     sender = legs.prefill.generate("old", LONG, kv_send={"transfer_id": kept.transfer_id, "endpoint": old})
     assert sender.end() == CODE.UNAVAILABLE
     # Its addresses are right, its transfer is the old one's.
-    sender = legs.prefill.generate("mixed", LONG, kv_send={"transfer_id": kept.transfer_id, "endpoint": new})
-    assert sender.end() == CODE.UNAVAILABLE
+    # Who is slow to accept a connection, on a busy machine, is a lost peer at first.
+    for attempt in range(5):
+        sender = legs.prefill.generate(f"mixed-{attempt}", LONG,
+                                       kv_send={"transfer_id": kept.transfer_id, "endpoint": new})
+        assert sender.end() == CODE.UNAVAILABLE
+        if "lost the peer" not in sender.error.details():
+            break
     assert "given the transfer up" in sender.error.details()
 
 
