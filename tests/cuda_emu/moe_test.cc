@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/moe.h"
 #include "tests/cuda_emu/cuda_test.h"
+#include "tests/kernels/moe_cases.h"
 
 namespace weft::kernels::cuda {
 namespace {
@@ -14,18 +15,8 @@ TEST_P(MoeCudaTest, RoutesAsTheCpuDoes) {
   for (std::uint64_t seed = 0; seed < NumSeeds(60); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Rng rng(seed);
-    const std::int32_t num_groups = RandomInt(rng, 1, 6);
-    const std::int32_t size = RandomInt(rng, 1, seed % 4 == 0 ? 40 : 9);
-    const std::int32_t top_groups = RandomInt(rng, 1, num_groups);
-    RouteRowsParams params = {.num_rows = RandomInt(rng, 0, 8),
-                              .num_experts = num_groups * size,
-                              .top_k = RandomInt(rng, 1, top_groups * size),
-                              .score = static_cast<ExpertScore>(seed % 2),
-                              .group_score = static_cast<GroupScore>(seed / 2 % 3),
-                              .num_groups = num_groups,
-                              .top_groups = top_groups,
-                              .normalize = seed / 6 % 2 == 0,
-                              .scale = seed % 5 == 0 ? 2.5F : 1.0F};
+    RouteRowsParams params =
+        DrawRouting(rng, seed, /*max_rows=*/8, /*max_group=*/seed % 4 == 0 ? 40 : 9);
     auto logits = RandomFloats(rng, std::int64_t{params.num_rows} * params.num_experts);
     // Ties, but not where the CPU's and the GPU's rounding would settle them differently.
     for (std::size_t i = 0; seed % 3 == 0 && i < logits.size(); ++i)

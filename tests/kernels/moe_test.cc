@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "tests/kernels/kernel_test.h"
+#include "tests/kernels/moe_cases.h"
 
 namespace weft::kernels {
 namespace {
@@ -73,18 +74,7 @@ TEST(RouteRowsTest, ChoosesAndWeighsAsSortingInDoublesDoes) {
   for (std::uint64_t seed = 0; seed < NumSeeds(200); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Rng rng(seed);
-    const std::int32_t num_groups = RandomInt(rng, 1, 6);
-    const std::int32_t size = RandomInt(rng, 1, 9);
-    const std::int32_t top_groups = RandomInt(rng, 1, num_groups);
-    RouteRowsParams params = {.num_rows = RandomInt(rng, 0, 30),
-                              .num_experts = num_groups * size,
-                              .top_k = RandomInt(rng, 1, top_groups * size),
-                              .score = static_cast<ExpertScore>(seed % 2),
-                              .group_score = static_cast<GroupScore>(seed / 2 % 3),
-                              .num_groups = num_groups,
-                              .top_groups = top_groups,
-                              .normalize = seed / 6 % 2 == 0,
-                              .scale = seed % 5 == 0 ? 2.5F : 1.0F};
+    RouteRowsParams params = DrawRouting(rng, seed, /*max_rows=*/30, /*max_group=*/9);
     const auto logits = RandomFloats(rng, std::int64_t{params.num_rows} * params.num_experts);
     const auto bias = RandomFloats(rng, params.num_experts, 0.3F);
     params.logits = logits.data();

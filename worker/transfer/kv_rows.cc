@@ -95,12 +95,11 @@ class UnitCopier {
       Flush();
       CopyTile(position, token);
     } else {
-      const bool together = num_rows_ > 0 && token / kKvTile == tokens_[0] / kKvTile &&
-                            blocks_.layout.BlockIndex(position) == block_;
-      if (!together) Flush();
+      const std::int64_t block = blocks_.layout.BlockIndex(position);
+      if (num_rows_ > 0 && (block != block_ || token / kKvTile != tokens_[0] / kKvTile)) Flush();
       if (num_rows_ == 0) {
         first_position_ = position;
-        block_ = blocks_.layout.BlockIndex(position);
+        block_ = block;
       }
       tokens_[num_rows_++] = token;
     }

@@ -28,13 +28,16 @@ std::int64_t BufferBytes(const KvRank& rank, const KvMoverOptions& options) {
   return (std::max(options.message_bytes, tile) + 63) / 64 * 64;
 }
 
-std::int64_t NumBuffers(std::int64_t buffer_bytes, const KvMoverOptions& options) {
-  const std::int64_t size = buffer_bytes + static_cast<std::int64_t>(kKvHeaderBytes);
-  return std::max<std::int64_t>(2, options.staging_bytes / size);
+// Of a message with its header.
+std::int64_t SlotBytes(std::int64_t buffer_bytes) {
+  return buffer_bytes + static_cast<std::int64_t>(kKvHeaderBytes);
 }
 
-KvStaging MakeStaging(std::int64_t bytes, const Fabric& fabric) {
-  absl::StatusOr<KvStaging> staging = KvStaging::Create(bytes, fabric.LocalAddress());
+// As many whole slots as fit, two at least.
+KvStaging MakeStaging(std::int64_t slot_bytes, std::int64_t bytes, const Fabric& fabric) {
+  const std::int64_t num_slots = std::max<std::int64_t>(2, bytes / slot_bytes);
+  absl::StatusOr<KvStaging> staging =
+      KvStaging::Create(num_slots * slot_bytes, fabric.LocalAddress());
   CHECK_MSG(staging.ok(), std::string(staging.status().message()));
   return *std::move(staging);
 }
@@ -78,10 +81,9 @@ KvSender::KvSender(Fabric& fabric, const KvRank& rank, const KvMoverOptions& opt
       rank_(rank),
       options_(options),
       buffer_bytes_(BufferBytes(rank, options)),
-      staging_(MakeStaging(NumBuffers(buffer_bytes_, options) *
-                               (buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes)),
-                           fabric)) {
-  const auto count = static_cast<int>(NumBuffers(buffer_bytes_, options));
+      staging_(MakeStaging(SlotBytes(buffer_bytes_), options.staging_bytes, fabric)) {
+  const auto count = static_cast<int>(static_cast<std::int64_t>(staging_.bytes().size()) /
+                                      SlotBytes(buffer_bytes_));
   for (int i = 0; i < count; ++i) free_buffers_.push_back(i);
 }
 
@@ -381,8 +383,7 @@ void KvSender::SendRows(Peer& peer, Transfer& transfer, const Route& route, cons
 }
 
 std::byte* KvSender::BufferAt(int buffer) const {
-  return staging_.bytes().data() +
-         buffer * (buffer_bytes_ + static_cast<std::int64_t>(kKvHeaderBytes));
+  return staging_.bytes().data() + buffer * SlotBytes(buffer_bytes_);
 }
 
 // Whoever still reads in it sees by the header that it is not what was offered.
