@@ -67,8 +67,19 @@ def alive(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def leaked_shared_memory(pids):
-    """System V segments that one of `pids` made, and files in /dev/shm that name one of them."""
+def leaked_shared_memory(pids, timeout=5):
+    """System V segments that one of `pids` made, and files in /dev/shm that name one of them.
+
+    A process that was killed can be a zombie while its other threads still hold its memory: a segment that is
+    marked for destruction counts as leaked only if it outlives them, `timeout` seconds long.
+    """
+    deadline = time.monotonic() + timeout
+    while (left := _shared_memory_of(pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _shared_memory_of(pids):
     segments = [line.split() for line in pathlib.Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
     return ([f"sysv {s[1]}" for s in segments if int(s[4]) in pids] +
             [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)])
