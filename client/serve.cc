@@ -46,8 +46,10 @@ int ServeCommand(int argc, char** argv) {
     return kExitConfigError;
   }
 
-  Supervisor supervisor(
-      {.stall_timeout = group.stall_timeout, .drain_timeout = router.drain_timeout + kStopMargin});
+  Supervisor supervisor({.stall_timeout = group.stall_timeout,
+                         .drain_timeout = router.drain_timeout + kStopMargin,
+                         .min_backoff = group.min_restart_backoff,
+                         .max_backoff = group.max_restart_backoff});
   supervisor.StopOnSignal(signals.fd());
   LocalCluster cluster = {.tensor_parallel_size = group.tensor_parallel_size,
                           .worker_arguments = GroupFlags::Arguments(parser),

@@ -146,6 +146,9 @@ void GroupFlags::AddTo(OptionParser& parser) {
              "Compute threads; default: the allowed CPUs over the ranks of this host",
              Range(1, 1024));
   parser.Add("--stall-timeout", &stall_timeout, "Without progress for so long, a rank is killed");
+  parser.Add("--min-restart-backoff", &min_restart_backoff,
+             "How long a group that was lost is down before it starts again; doubles each time");
+  parser.Add("--max-restart-backoff", &max_restart_backoff, "And at most");
   parser.Add("--log-stats-interval", &log_stats_interval,
              "How often the leader logs throughput, requests and KV use while there is work; 0s: "
              "never");
@@ -184,6 +187,13 @@ absl::Status GroupFlags::Check() const {
   }
   if (stall_timeout <= absl::ZeroDuration()) {
     return absl::InvalidArgumentError("--stall-timeout is 0; it has to be longer");
+  }
+  if (max_restart_backoff < min_restart_backoff) {
+    return absl::InvalidArgumentError(
+        fmt::format("--max-restart-backoff is {}; it has to be at least --min-restart-backoff, "
+                    "which is {}",
+                    absl::FormatDuration(max_restart_backoff),
+                    absl::FormatDuration(min_restart_backoff)));
   }
   if (kv_transfer.kv_transfer_lease <= absl::ZeroDuration()) {
     return absl::InvalidArgumentError("--kv-transfer-lease is 0; it has to be longer");

@@ -63,6 +63,8 @@ struct GroupFlags : CommonFlags {
 
   std::optional<std::int32_t> threads_per_rank;
   absl::Duration stall_timeout = absl::Seconds(3);
+  absl::Duration min_restart_backoff = absl::Milliseconds(200);  // doubles ...
+  absl::Duration max_restart_backoff = absl::Seconds(5);         // ... up to this
   absl::Duration log_stats_interval = absl::Seconds(10);  // 0: never
   std::int32_t force_preemption_every = 0;                // for tests; 0: never
 

@@ -138,6 +138,8 @@ int Supervise(const Flags& flags, const OptionParser& parser, TerminationSignals
 
   Supervisor supervisor({.stall_timeout = flags.stall_timeout,
                          .drain_timeout = flags.drain_timeout + absl::Seconds(5),
+                         .min_backoff = flags.min_restart_backoff,
+                         .max_backoff = flags.max_restart_backoff,
                          .max_failed_starts = flags.max_failed_starts});
   supervisor.AddGroup(std::move(group));
   supervisor.StopOnSignal(signals.fd());

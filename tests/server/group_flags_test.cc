@@ -7,7 +7,17 @@
 namespace weft {
 namespace {
 
+using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
+
+TEST(GroupFlagsTest, ARestartBackoffThatShrinksIsRefused) {
+  GroupFlags flags;
+  flags.model = "model";
+  flags.max_restart_backoff = flags.min_restart_backoff;
+  EXPECT_EQ(flags.Check(), absl::OkStatus());
+  flags.max_restart_backoff -= absl::Nanoseconds(1);
+  EXPECT_THAT(flags.Check().ToString(), HasSubstr("--max-restart-backoff is 199.999999ms"));
+}
 
 // As in `weft serve`.
 TEST(GroupFlagsTest, ALimitThatRoutersAndWorkersHaveIsPassedToBoth) {
