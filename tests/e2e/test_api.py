@@ -119,6 +119,17 @@ def test_stop_strings_at_every_split_point(api):
         list(pool.map(check, cases))
 
 
+def test_a_prompt_may_end_in_half_a_character(api):
+    """The output is text by itself, in whole characters, whatever bytes the prompt leaves open."""
+    whole = list(api.call("Tokenize", {"text": "\U0001f600 \u20ac"}).token_ids)
+    cut = [whole[:n] for n in range(1, len(whole))
+           if api.call("Detokenize", {"token_ids": whole[:n]}).text.endswith("\ufffd")]
+    assert cut, whole
+    for ids in cut:
+        got = joined(api.generate(token_ids={"ids": ids}, sampling={"temperature": 0, "ignore_eos": True, "max_tokens": 12}))
+        assert len(got[0]) == 12 and got[1] == api.call("Detokenize", {"token_ids": got[0]}).text
+
+
 def test_chat_tokenize_detokenize_and_model_info(api):
     chat = {"messages": [{"role": 1, "content": "Be terse."}, {"role": 2, "content": "H\u00e9!"}]}
     rendered = "<|system|>Be terse.<eos><|user|>H\u00e9!<eos><|assistant|>"
@@ -285,6 +296,21 @@ def test_a_slow_reader_costs_its_own_stream_only(cluster):
     check_good(other)
     slow.close()
     other.close()
+
+
+def test_a_cancel_of_a_queued_request_touches_no_running_one():
+    with Cluster(golden_dir(MODEL), *FLAGS, "--max-num-seqs=1", "--max-num-waiting=8") as running:
+        client = Api(running.address)
+        for _ in range(3):
+            first = client.call("Generate", greedy())
+            queued = [client.call("Generate", greedy()) for _ in range(4)]
+            messages = [next(first)]
+            for i in (2, 0, 3):  # neither the first nor the last of those that wait alone
+                queued[i].cancel()
+            assert joined(messages + list(first))[0] == PROMPT["greedy"]
+            assert joined(list(queued[1]))[0] == PROMPT["greedy"]
+            wait_until(lambda: running.status()["num_requests_waiting"] == 0, 5, "nobody waits")
+        client.close()
 
 
 # --- Connections.
