@@ -1,7 +1,10 @@
 #include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "kernels/cuda/attention.h"
+#include "kernels/cuda/attention_heads.h"
+#include "kernels/cuda/attention_tensor_core.h"
 #include "kernels/cuda/values.h"
 
 // The generic kernel, on CUDA cores: any head_dim, block and dtype, exact in fp32. A block takes
@@ -52,29 +55,6 @@ struct Args {
   float* part_values;       // [num_rows, num_q_heads, num_parts, value_dim]
   Softmax* part_softmax;    // [num_rows, num_q_heads, num_parts]
 };
-
-// The query heads of a block: [first, first + count) of the rank's.
-struct HeadTile {
-  std::int32_t kv_head;
-  std::int32_t first;
-  std::int32_t count;
-};
-
-template <int kHeads>
-__device__ __forceinline__ HeadTile TileOf(const kernels::GqaAttentionParams& g,
-                                           std::int32_t head_tiles, std::int32_t index) {
-  HeadTile tile;
-  tile.kv_head = index / head_tiles;
-  const std::int32_t kv = g.first_kv_head + tile.kv_head;  // global
-  std::int32_t begin = kv * g.q_per_kv - g.first_q_head;
-  std::int32_t end = begin + g.q_per_kv;
-  begin = begin > 0 ? begin : 0;
-  end = end < g.num_q_heads ? end : g.num_q_heads;
-  tile.first = begin + index % head_tiles * kHeads;
-  const std::int32_t rest = end - tile.first;
-  tile.count = rest < 0 ? 0 : rest < kHeads ? rest : kHeads;
-  return tile;
-}
 
 // The block's shared memory, in floats; then kTileKeys 64-bit offsets.
 template <int kHeads>
@@ -208,7 +188,7 @@ __global__ void __launch_bounds__(kThreads) AttentionKernel(Args<T> a) {
   const Shared<kHeads> shared(memory);
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int64_t row = blockIdx.x;
-  const HeadTile tile = TileOf<kHeads>(g, a.head_tiles, static_cast<std::int32_t>(blockIdx.y));
+  const HeadTile tile = HeadTileOf(g, kHeads, a.head_tiles, static_cast<std::int32_t>(blockIdx.y));
   const std::int32_t begin = g.first_visible[row];
   const std::int32_t end = g.visible_len[row];
   const bool split = a.num_parts > 0;
@@ -352,9 +332,26 @@ absl::Status LaunchAttention(const Args<T>& args, CudaStream& stream) {
                                      args);
 }
 
+bool IsGqaOfTensorCores(const kernels::GqaAttentionParams& g) {
+  return g.v_blocks != nullptr && (g.head_dim == 64 || g.head_dim == 128);
+}
+bool IsMlaOfTensorCores(const kernels::GqaAttentionParams& g) {
+  return g.v_blocks == nullptr && g.head_dim == 576 && g.value_dim == 512;
+}
+
+// All that decides which kernel attends.
 template <typename T, typename Kv>
 absl::Status LaunchFor(const GqaAttentionParams<T>& p, void* workspace, CudaStream& stream) {
   const kernels::GqaAttentionParams& g = p.geometry;
+  if constexpr (!std::is_same_v<Kv, float>) {
+    const TensorCoreAttention attention = {.geometry = g,
+                                           .q = p.q,
+                                           .out = p.out,
+                                           .fp32 = std::is_same_v<T, float>,
+                                           .max_visible_len = p.max_visible_len};
+    if (IsGqaOfTensorCores(g)) return GqaOnTensorCores(attention, workspace, stream);
+    if (IsMlaOfTensorCores(g)) return MlaOnTensorCores(attention, workspace, stream);
+  }
   const LaunchPlan plan =
       PlanOf(g.num_rows, g.num_q_heads, g.num_kv_heads, g.q_per_kv, g.value_dim, p.max_visible_len);
   auto* softmax = static_cast<Softmax*>(workspace);
@@ -383,7 +380,11 @@ std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_
   const std::int64_t parts = (max_visible_len + kPartKeys - 1) / kPartKeys;
   const std::int64_t heads = std::min<std::int64_t>(std::int64_t{max_rows} * num_q_heads * parts,
                                                     kMaxSplitBlocks * kMaxHeadsOfTile);
-  return heads * static_cast<std::int64_t>(sizeof(Softmax) + sizeof(float) * value_dim);
+  const std::int64_t generic =
+      heads * static_cast<std::int64_t>(sizeof(Softmax) + sizeof(float) * value_dim);
+  if (value_dim == 64 || value_dim == 128)
+    return std::max(generic, GqaTensorCoreWorkspaceBytes(value_dim));
+  return value_dim == 512 ? std::max(generic, MlaTensorCoreWorkspaceBytes()) : generic;
 }
 
 template <>

@@ -23,9 +23,17 @@ struct GqaAttentionParams {
 
 // `workspace`: GqaAttentionWorkspaceBytes() bytes. INVALID_ARGUMENT for a head_dim or value_dim
 // that the CPU refuses, too, and for a T that goes with other kv_dtypes (kBFloat16 and kFloat16
-// with itself, float with all). As on the CPU, a row's result does not depend on the other rows:
+// with itself, float with all).
+//
+// On CUDA cores, in any dims: as on the CPU, a row's result does not depend on the other rows;
 // every 512 keys make a part, and parts merge in order, whether one block computes them or many.
 // Entries that no row sees are never read.
+//
+// On tensor cores, where KV is in kBFloat16 or kFloat16 and head_dim is 64 or 128, or 576 with a
+// value_dim of 512: queries and softmax weights are rounded to kv_dtype, sums are fp32. A row's
+// last bits may change with the lengths of the batch, of which depends how its keys are split.
+// Entries that no row of a sequence sees are not read; what one row sees has to be finite for the
+// others.
 template <typename T>
 absl::Status GqaAttention(const GqaAttentionParams<T>& params, void* workspace, CudaStream& stream);
 

@@ -22,6 +22,17 @@ namespace weft::kernels::cuda {
 // What to put in front of a kernel's results: the error's name and text.
 absl::Status StatusOf(cudaError_t error, const char* what);
 
+// Of the current device; 1 where there is none.
+inline int NumSms() {
+  int device = 0;
+  int count = 1;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    return 1;
+  }
+  return count;
+}
+
 #ifdef WEFT_CUDA_EMU
 #define WEFT_SHARED(type, name, count) \
   type* name = static_cast<type*>(     \

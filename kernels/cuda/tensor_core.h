@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/platform.h"
+#include "kernels/cuda/values.h"
 
 // All the PTX there is, each with what it does under emulation. Fragments are those of the PTX
 // manual: with g = lane / 4 and t = lane % 4, a 16x16 A has in its four registers the pairs of
@@ -84,13 +86,13 @@ struct MmaOperands {
   Accumulator4 c;
 };
 
-template <float (*kWiden)(std::uint16_t)>
+template <typename T>
 void FinishMma(std::uint32_t mask, LaneData* lanes) {
   if (mask != 0xFFFFFFFF) weft::cuda_emu::Fail("mma without all lanes");
   float a[16][16];
   float b[16][8];
   const auto half = [](std::uint32_t pair, int i) {
-    return kWiden(static_cast<std::uint16_t>(pair >> 16 * i));
+    return Widen(T{static_cast<std::uint16_t>(pair >> 16 * i)});
   };
   MmaOperands operands[kWarpSize];
   for (int lane = 0; lane < kWarpSize; ++lane) {
@@ -126,10 +128,6 @@ Result Together(const char* operation, weft::cuda_emu::Where where, const Operan
   Result result;
   weft::cuda_emu::TakeLane(lanes, weft::cuda_emu::current_thread->lane, &result, sizeof(result));
   return result;
-}
-
-inline float WidenBf16(std::uint16_t bits) {
-  return std::bit_cast<float>(std::uint32_t{bits} << 16);
 }
 
 }  // namespace emu_detail
@@ -168,15 +166,36 @@ __device__ __forceinline__ Fragment4 LdMatrixX4(const void* row WEFT_WHERE_ARGUM
                : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]))
 #endif
 
-// c += a b, sums in fp32.
-__device__ __forceinline__ void MmaBf16M16N8K16(const Fragment4& a, const Fragment2& b,
-                                                Accumulator4& c WEFT_WHERE_ARGUMENT) {
+// c += a b of values T, sums in fp32.
+template <typename T>
+__device__ __forceinline__ void MmaM16N8K16(const Fragment4& a, const Fragment2& b,
+                                            Accumulator4& c WEFT_WHERE_ARGUMENT) {
+  static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
 #ifdef WEFT_CUDA_EMU
   c = emu_detail::Together<Accumulator4>("mma", where, emu_detail::MmaOperands{a, b, c},
-                                         emu_detail::FinishMma<emu_detail::WidenBf16>);
+                                         emu_detail::FinishMma<T>);
 #else
-  WEFT_MMA("bf16");
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    WEFT_MMA("bf16");
+  } else {
+    WEFT_MMA("f16");
+  }
 #endif
+}
+
+// Two values of T in a register, the first in its lower half, as fragments hold them.
+template <typename T>
+__device__ __forceinline__ std::uint32_t PairOf(float first, float second) {
+  return std::uint32_t{Narrow<T>(first).bits} | std::uint32_t{Narrow<T>(second).bits} << 16;
+}
+
+// Where a tile in shared memory has the 16 bytes `chunk` of `row`, in 16 bytes. Rows are whole
+// multiples of 128 bytes; eight rows' chunks of one number are in different banks, so that
+// LdMatrixX4() has no conflicts.
+template <int kRowBytes>
+__device__ __forceinline__ int SwizzledChunk(int row, int chunk) {
+  static_assert(kRowBytes % 128 == 0, "chunks are swizzled within 128 bytes");
+  return row * (kRowBytes / 16) + (chunk ^ (row & 7));
 }
 
 // Copies 16 bytes from global to shared memory behind the thread's back, zeros if not `valid`.

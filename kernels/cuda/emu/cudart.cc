@@ -29,6 +29,7 @@ class Stream {
 
 namespace {
 
+constexpr int kNumSms = 4;
 constexpr int kNumDevices = 64;
 constexpr std::size_t kDeviceBytes = std::size_t{1} << 30;
 
@@ -119,6 +120,18 @@ cudaError_t cudaGetDeviceCount(int* count) {
 
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= kNumDevices) return Explain(cudaErrorInvalidValue, "no such device");
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
+  if (attribute != cudaDevAttrMultiProcessorCount)
+    return Explain(cudaErrorInvalidValue, "no such attribute");
+  *value = kNumSms;
   return cudaSuccess;
 }
 

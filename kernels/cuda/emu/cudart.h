@@ -46,6 +46,10 @@ enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
 
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaSetDevice(int device);
+cudaError_t cudaGetDevice(int* device);
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+// Few, so that small cases spread over all of them.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 struct cudaDeviceProp {
   char name[256];
 };
