@@ -109,4 +109,27 @@ __device__ __forceinline__ float BlockSum(float value, float* scratch) {
   return sum;
 }
 
+// The sum over the block's threads before this one, and of all. `scratch`: a value a warp.
+template <int kThreads>
+__device__ __forceinline__ std::int32_t BlockPrefix(std::int32_t value, std::int32_t* scratch,
+                                                    std::int32_t& total) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  std::int32_t sum = value;
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const std::int32_t other = __shfl_up_sync(kAllLanes, sum, lanes);
+    if (lane >= lanes) sum += other;
+  }
+  __syncthreads();  // scratch has been read
+  if (lane == 31) scratch[warp] = sum;
+  __syncthreads();
+  std::int32_t before = sum - value;
+  total = 0;
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) before += scratch[w];
+    total += scratch[w];
+  }
+  return before;
+}
+
 }  // namespace weft::kernels::cuda
