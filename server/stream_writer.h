@@ -181,6 +181,7 @@ void StreamWriter<T>::OnWriteDone(bool ok) {
     writing_ = false;
     if (!ok) Abort(absl::CancelledError("the connection is gone"), action);
     Advance(action);
+    if (!writing_) in_flight_ = T();  // a long prompt is not kept for as long as its request runs
   }
   Perform(std::move(action));
 }
