@@ -35,8 +35,8 @@ if [ "$all" = 1 ]; then
   run_tests release -L full_product -j "$jobs"
 else
   run_tests release -LE 'long|e2e' -j "$jobs"
-  # These start many processes, and some of them measure.
-  run_tests release -L e2e -LE long
+  # Most run alone: they start many processes, and some of them measure.
+  run_tests release -L e2e -LE long -j "$jobs"
 fi
 
 if [ "$sanitizers" = 1 ]; then
