@@ -1,5 +1,6 @@
 """A `weft serve` process tree under test, and what can be seen of it from outside."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -27,10 +28,21 @@ def golden(name):
     return json.loads((golden_dir(name) / "golden.json").read_text())["prompts"]
 
 
+_draws = itertools.count(37 * os.getpid())
+
+
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below those that the kernel gives to whoever asks for any, so that it is still free when it is used."""
+    lowest, end = 10240, int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert end > lowest + 1000, f"the kernel gives ports from {end} on"
+    while True:
+        port = lowest + next(_draws) % (end - lowest)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                pass
 
 
 def children(pid):
