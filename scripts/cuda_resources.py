@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """What nvcc makes of each CUDA kernel, as a table in kernels/README.md.
 
-Registers, spills, shared memory, and how many threads of an SM's 2048 fit at once; the shared memory that a
-launch asks for (attention's, routing's) comes on top. Needs the toolkit, no GPU. Compiles every kernel anew,
+Registers, spills, shared memory, and how many threads of an SM's 2048 fit at once. With what the launches of
+tensor core kernels ask for; what those of others do (generic attention, routing) depends on the model and comes on
+top. Needs the toolkit, no GPU. Compiles every kernel anew,
 for minutes. Exits with 1 if a kernel spills.
   scripts/cuda_resources.py            writes the table
   scripts/cuda_resources.py OP...      prints that of kernels/cuda/OP.cu
@@ -56,16 +57,29 @@ def block_threads(nvcc, op):
     return dict(zip(short_names([name for name, _ in found]), (int(threads) for _, threads in found)))
 
 
+def launch_shared(op, kernels):
+    """Shared bytes that launches ask for: kSharedBytes of the shape that a kernel is a template of."""
+    shapes = {kernel: match[1] for kernel in kernels if (match := re.fullmatch(r"\w+<(\w+<.*>) ?>", kernel))}
+    source = f'#include "kernels/cuda/{op}.cu"\nnamespace weft::kernels::cuda {{\n' + "".join(
+        f'extern "C" {{ extern const unsigned long shared_bytes_{i} = {shape}::kSharedBytes; }}\n'
+        for i, shape in enumerate(shapes.values())) + "}\n"
+    command = ["g++", "-x", "c++", "-std=c++20", "-I.", "-DWEFT_CUDA_EMU", "-w", "-S", "-o", "-", "-"]
+    assembly = subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True, check=True).stdout if shapes else ""
+    found = dict(re.findall(r"^shared_bytes_(\d+):\s+\.quad\s+(\d+)", assembly, re.M))
+    return {kernel: int(found[str(i)]) for i, kernel in enumerate(shapes)}
+
+
 def kernels_of(nvcc, op):
-    """{kernel: one (registers, spilled bytes, static shared bytes, threads of a block, of an SM) per architecture}."""
+    """{kernel: one (registers, spilled bytes, shared bytes, threads of a block, of an SM) per architecture}."""
     threads = block_threads(nvcc, op)
+    of_launch = launch_shared(op, threads)
     pattern = re.compile(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
                          r".*?Used (\d+) registers([^\n]*)", re.S)
     kernels = {}
     for arch, shared_of_sm in ARCHITECTURES.items():
         found = pattern.findall(run_nvcc(nvcc, op, arch, arch, "-cubin", "--resource-usage", "-o", "/dev/null"))
         for kernel, (_, stores, loads, registers, rest) in zip(short_names([f[0] for f in found]), found):
-            shared = int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1])
+            shared = int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1]) + of_launch.get(kernel, 0)
             warps = threads[kernel] // 32
             of_warp = -(-int(registers) * 32 // 256) * 256  # given to warps in units of 256
             blocks = min(BLOCKS, THREADS // threads[kernel], REGISTERS // of_warp // warps,
@@ -84,7 +98,7 @@ def main():
     nvcc = find_nvcc()
     ops = sys.argv[1:] or sorted(path.stem for path in (ROOT / "kernels/cuda").glob("*.cu"))
     kernels = {name: found for op in ops for name, found in kernels_of(nvcc, op).items()}
-    table = (f"| kernel ({' / '.join(ARCHITECTURES)}) | registers | spilled, bytes | static shared, bytes | "
+    table = (f"| kernel ({' / '.join(ARCHITECTURES)}) | registers | spilled, bytes | shared, bytes | "
              "threads of a block | threads of an SM |\n|---|---|---|---|---|---|\n")
     for name in sorted(kernels):
         table += f"| `{name}` | " + " | ".join(cell(values) for values in zip(*kernels[name])) + " |\n"

@@ -165,6 +165,7 @@ __device__ __forceinline__ void AttendPart(const kernels::GqaAttentionParams& g,
 #pragma unroll
       for (int i = 0; i < kDims; ++i) values[h][i] *= shared.rescale[h];
     }
+#pragma unroll 2  // more spills on sm_100
     for (std::int32_t key = 0; key < num_keys; ++key) {
       const Kv* v = v_blocks + shared.offset[key];
 #pragma unroll

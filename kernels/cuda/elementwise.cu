@@ -54,13 +54,18 @@ absl::Status LaunchRmsNorm(const RmsNormParams<T>& p, CudaStream& stream) {
   const int items = (packs + threads - 1) / threads;
   const dim3 grid(static_cast<unsigned>(p.num_rows), static_cast<unsigned>(p.num_heads));
   const auto block = static_cast<unsigned>(threads);
-  if (items == 1)
-    return Launch<RmsNormKernel<T, kPack, 1>>("RmsNorm", grid, block, 0, stream.handle(), p);
+  constexpr int kMaxItems = kMaxNormSize / kMaxThreads / kPack;
+  if constexpr (kMaxItems > 4) {
+    if (items > 4)
+      return Launch<RmsNormKernel<T, kPack, 16>>("RmsNorm", grid, block, 0, stream.handle(), p);
+  }
+  if constexpr (kMaxItems > 2) {
+    if (items > 2)
+      return Launch<RmsNormKernel<T, kPack, 4>>("RmsNorm", grid, block, 0, stream.handle(), p);
+  }
   if (items == 2)
     return Launch<RmsNormKernel<T, kPack, 2>>("RmsNorm", grid, block, 0, stream.handle(), p);
-  if (items <= 4)
-    return Launch<RmsNormKernel<T, kPack, 4>>("RmsNorm", grid, block, 0, stream.handle(), p);
-  return Launch<RmsNormKernel<T, kPack, 16>>("RmsNorm", grid, block, 0, stream.handle(), p);
+  return Launch<RmsNormKernel<T, kPack, 1>>("RmsNorm", grid, block, 0, stream.handle(), p);
 }
 
 // A warp a head; lane l has pairs l, l + 32, ...

@@ -267,6 +267,7 @@ __global__ void __launch_bounds__(kThreads) GroupedKernel(GroupedLinearParams<W>
        out += kWarps) {
     const W* weight = p.weights[tile.expert] + std::int64_t{out} * p.in_features;
     float sums[kCoreRows] = {};
+#pragma unroll 1  // more takes more registers than there are
     for (std::int32_t dim = lane; dim < p.in_features; dim += 32) {
       const float value = Widen(weight[dim]);
 #pragma unroll
