@@ -15,6 +15,8 @@ namespace weft::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+// So many, and nvcc gives each thread what it needs, rather than spill to fit in more.
+[[maybe_unused]] constexpr int kBlocksOfSm = 4;
 constexpr int kTileKeys = kThreads;
 constexpr int kPartKeys = 512;
 static_assert(kPartKeys % kTileKeys == 0);
@@ -165,7 +167,6 @@ __device__ __forceinline__ void AttendPart(const kernels::GqaAttentionParams& g,
 #pragma unroll
       for (int i = 0; i < kDims; ++i) values[h][i] *= shared.rescale[h];
     }
-#pragma unroll 2  // more spills on sm_100
     for (std::int32_t key = 0; key < num_keys; ++key) {
       const Kv* v = v_blocks + shared.offset[key];
 #pragma unroll
@@ -183,7 +184,7 @@ __device__ __forceinline__ void AttendPart(const kernels::GqaAttentionParams& g,
 }
 
 template <typename T, typename Kv, int kHeads, int kDims>
-__global__ void __launch_bounds__(kThreads) AttentionKernel(Args<T> a) {
+__global__ void __launch_bounds__(kThreads, kBlocksOfSm) AttentionKernel(Args<T> a) {
   WEFT_DYNAMIC_SHARED(float, memory);
   const kernels::GqaAttentionParams& g = a.p.geometry;
   const Shared<kHeads> shared(memory);
