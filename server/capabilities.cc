@@ -96,9 +96,6 @@ absl::Span<const CapabilityRule> CapabilityRules() {
        .capability = {Support::kRefused,
                       "attention to the keys that an indexer picks is not "
                       "there; models with dense attention are served"}},
-      {.devices = {Device::kCuda, Device::kCudaEmu},
-       .features = {Feature::kKvTransfer},
-       .capability = {Support::kRefused, "only --device=cpu hands KV over"}},
       {.features = {Feature::kPrefillContextParallel},
        .capability = {Support::kRefused,
                       "only 1 is supported: prefill shares the ranks of decode"}},

@@ -13,8 +13,8 @@
 namespace weft {
 namespace {
 
-// The one collective in which all ranks meet before the first step.
-constexpr std::int64_t kMeetingBytesPerRank = 64;
+// The collectives in which all ranks meet before the first step.
+constexpr std::int64_t kMeetingBytesPerRank = 256;
 constexpr absl::Duration kMeetingTimeout = absl::Minutes(2);
 
 PlanLimits LimitsOf(const RankModel& model, const GroupAgreement& agreement,
@@ -36,8 +36,7 @@ RunnerOptions RunnerOptionsOf(const GroupAgreement& agreement, const RankOptions
           .exchange = options.exchange,
           .progress = &progress.ticks(),
           .mla_form = options.mla_form,
-          .gather_all_logits = options.gather_all_logits,
-          .graphs = options.graphs};
+          .gather_all_logits = options.gather_all_logits};
 }
 
 }  // namespace
@@ -86,15 +85,24 @@ absl::StatusOr<std::unique_ptr<Rank>> Rank::Start(const RankModel& model,
   ASSIGN_OR_RETURN(rank->cache_, KvCache::Create(model.kv_shape, agreement.num_blocks, stream));
   RunnerOptions runner_options = RunnerOptionsOf(agreement, options, progress);
   if (kv != nullptr) {
+    const KvRank kv_rank = KvRankOf(model, rank->cache_);
+    std::unique_ptr<kernels::DeviceStream> side;
+    if (kernels::DeviceStream* const device = kernels::OnDevice(stream)) {
+      ASSIGN_OR_RETURN(side, device->NewStream());
+    }
+    ASSIGN_OR_RETURN(
+        KvCopier copier,
+        KvCopier::Create(model.kv_shape, KvMessageBytes(kv_rank, kv->options), side.get()));
     rank->kv_mover_ =
-        std::make_unique<KvMover>(std::move(kv->fabric), KvRankOf(model, rank->cache_), kv->options,
-                                  std::move(kv->on_report));
+        std::make_unique<KvMover>(std::move(kv->fabric), kv_rank, kv->options,
+                                  std::move(kv->on_report), std::move(side), std::move(copier));
     runner_options.observer = rank->kv_mover_.get();
   }
   ASSIGN_OR_RETURN(rank->runner_,
                    RankRunner::Create(model.config, model.layout, model.weights, rank->cache_,
                                       *rank->world_, *rank->dcp_, runner_options, stream));
   RETURN_IF_ERROR(rank->MeetOthers(*meeting, kernels::HostOf(stream)));
+  if (options.graphs) RETURN_IF_ERROR(rank->runner_->CaptureGraphs());
   return rank;
 }
 
@@ -120,33 +128,71 @@ absl::StatusOr<std::unique_ptr<Communicator>> Rank::Connect(kernels::Stream& str
                                                     static_cast<std::uint32_t>(layout.rank())));
   }
 
-  const std::shared_ptr<CollectiveMux> mux = tp > 1 ? MakeCollectiveMux(fabric_) : nullptr;
+  if (tp == 1) {
+    world_ = MakeSelfCommunicator();
+    dcp_ = MakeSelfCommunicator();
+    return MakeSelfCommunicator();
+  }
+  const std::shared_ptr<CollectiveMux> mux = MakeCollectiveMux(fabric_);
   const RunnerOptions runner_options = RunnerOptionsOf(agreement_, options_, progress_);
-  const auto make =
-      [&](std::uint32_t id, std::int32_t first, std::int32_t count, std::int64_t max_bytes,
-          absl::Duration stall_timeout) -> absl::StatusOr<std::unique_ptr<Communicator>> {
-    if (count == 1) return MakeSelfCommunicator();
-    std::unique_ptr<Communicator> host = MakeFabricCommunicator(
-        mux, layout.rank() - first, absl::MakeSpan(peers_).subspan(first, count),
-        absl::MakeSpan(tags).subspan(first, count),
-        {.id = id,
-         .max_bytes = max_bytes,
-         .stall_timeout = stall_timeout,
-         .progress = &progress_.ticks()});
-    kernels::DeviceStream* const device = kernels::OnDevice(stream);
-    if (device == nullptr) return host;
-    return MakeStagedCommunicator(std::move(host), max_bytes, *device);
+  const auto make = [&](std::uint32_t id, std::int32_t first, std::int32_t count,
+                        std::int64_t max_bytes, absl::Duration stall_timeout) {
+    return MakeFabricCommunicator(mux, layout.rank() - first,
+                                  absl::MakeSpan(peers_).subspan(first, count),
+                                  absl::MakeSpan(tags).subspan(first, count),
+                                  {.id = id,
+                                   .max_bytes = max_bytes,
+                                   .stall_timeout = stall_timeout,
+                                   .progress = &progress_.ticks()});
   };
   const std::int32_t dcp = layout.decode_context_parallel_size();
-  ASSIGN_OR_RETURN(
-      world_, make(0, 0, tp, RankRunner::MaxCollectiveBytes(model_.config, layout, runner_options),
-                   options_.stall_timeout));
-  ASSIGN_OR_RETURN(dcp_, make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp,
-                              MaxAttentionCollectiveBytes(model_.config, layout,
-                                                          options_.max_num_batched_tokens),
-                              options_.stall_timeout));
+  world_ = make(0, 0, tp, RankRunner::MaxCollectiveBytes(model_.config, layout, runner_options),
+                options_.stall_timeout);
+  dcp_ = dcp == 1 ? MakeSelfCommunicator()
+                  : make(1 + layout.dcp_group(), layout.dcp_group() * dcp, dcp,
+                         MaxAttentionCollectiveBytes(model_.config, layout,
+                                                     options_.max_num_batched_tokens),
+                         options_.stall_timeout);
   // Ranks get here at different times: some have more to allocate, or a slower disk.
-  return make(1 + tp, 0, tp, kMeetingBytesPerRank * tp, kMeetingTimeout);
+  std::unique_ptr<Communicator> meeting =
+      make(1 + tp, 0, tp, kMeetingBytesPerRank * tp, kMeetingTimeout);
+  if (kernels::DeviceStream* const device = kernels::OnDevice(stream)) {
+    RETURN_IF_ERROR(ConnectDevices(*meeting, *device));
+  }
+  return meeting;
+}
+
+absl::Status Rank::ConnectDevices(Communicator& meeting, kernels::DeviceStream& device) {
+  struct Ids {
+    kernels::DeviceGroupId world;
+    kernels::DeviceGroupId dcp;
+  };
+  static_assert(sizeof(Ids) <= kMeetingBytesPerRank);
+  const ShardLayout& layout = model_.layout;
+  const std::int32_t dcp = layout.decode_context_parallel_size();
+  const std::int32_t first = layout.dcp_group() * dcp;
+  Ids own{};
+  if (layout.rank() == 0) {
+    ASSIGN_OR_RETURN(own.world, device.NewGroupId());
+  }
+  if (dcp > 1 && layout.rank() == first) {
+    ASSIGN_OR_RETURN(own.dcp, device.NewGroupId());
+  }
+  std::vector<Ids> all(meeting.size());
+  RETURN_IF_ERROR(meeting.AllGather(&own, all.data(), sizeof(own), device.host()));
+  const auto join = [&](const kernels::DeviceGroupId& id, std::int32_t first_rank,
+                        std::unique_ptr<Communicator>& communicator) -> absl::Status {
+    ASSIGN_OR_RETURN(std::unique_ptr<kernels::DeviceCommunicator> joined,
+                     device.JoinGroup({.id = id,
+                                       .rank = layout.rank() - first_rank,
+                                       .size = communicator->size(),
+                                       .join_timeout = kMeetingTimeout,
+                                       .stall_timeout = options_.stall_timeout}));
+    communicator = MakeDeviceCommunicator(std::move(communicator), std::move(joined));
+    return absl::OkStatus();
+  };
+  RETURN_IF_ERROR(join(all[0].world, 0, world_));
+  return dcp > 1 ? join(all[first].dcp, first, dcp_) : absl::OkStatus();
 }
 
 absl::Status Rank::MeetOthers(Communicator& meeting, kernels::Stream& stream) {
@@ -205,7 +251,7 @@ absl::Status Rank::SendPlan(const StepPlan& plan) {
 absl::StatusOr<StepOutput> Rank::RunStep(const StepPlan& plan) {
   progress_.BeginStep();
   RETURN_IF_ERROR(SendPlan(plan));
-  ASSIGN_OR_RETURN(const StepOutput output, runner_->Execute(plan, previous_tokens_));
+  ASSIGN_OR_RETURN(const StepOutput output, Execute(plan));
   previous_tokens_.assign(output.token_ids.begin(), output.token_ids.end());
   EndStep();
   return output;
@@ -213,7 +259,14 @@ absl::StatusOr<StepOutput> Rank::RunStep(const StepPlan& plan) {
 
 absl::Status Rank::RunMessage(absl::Span<const std::byte> message) {
   RETURN_IF_ERROR(DecodeStep(message, limits_, previous_tokens_, plan_));
-  return runner_->Execute(plan_, previous_tokens_).status();
+  return Execute(plan_).status();
+}
+
+absl::StatusOr<StepOutput> Rank::Execute(const StepPlan& plan) {
+  absl::StatusOr<StepOutput> output = runner_->Execute(plan, previous_tokens_);
+  if (output.ok()) return output;
+  return absl::Status(output.status().code(), fmt::format("step {}: {}", plan.step,
+                                                          std::string(output.status().message())));
 }
 
 absl::Status Rank::Follow(const std::atomic<bool>& stop) {
@@ -235,9 +288,11 @@ void Rank::EndStep() {
   progress_.EndStep();
   const CollectiveCounters world = world_->Counters();
   const CollectiveCounters dcp = dcp_->Counters();
+  const CollectiveCounters& replayed = runner_->replayed_collectives();
   MutexLock lock(counters_mutex_);
   counters_ = {.fabric = fabric_.Counters(),
-               .collective_received_bytes = world.received_bytes + dcp.received_bytes,
+               .collective_received_bytes =
+                   world.received_bytes + dcp.received_bytes + replayed.received_bytes,
                .collective_wait = world.waiting + dcp.waiting};
 }
 

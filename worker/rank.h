@@ -84,7 +84,7 @@ struct RankOptions {
   absl::Duration stall_timeout = absl::Seconds(3);
   std::optional<MlaForm> mla_form;  // see RunnerOptions
   bool gather_all_logits = false;
-  bool graphs = false;
+  bool graphs = false;  // on a device: record the steps that only decode, and replay them
 };
 
 // What a rank needs that exchanges KV with other groups.
@@ -133,12 +133,16 @@ class Rank {
 
   // Makes peers and communicators; the result is for MeetOthers() alone.
   absl::StatusOr<std::unique_ptr<Communicator>> Connect(kernels::Stream& stream);
+  // Lets world_ and dcp_ reach from device to device.
+  absl::Status ConnectDevices(Communicator& meeting, kernels::DeviceStream& device);
   absl::Status MeetOthers(Communicator& meeting, kernels::Stream& stream);
   absl::Status SendPlan(const StepPlan& plan);
   // Waits until the plan sent last is out of our hands.
   absl::Status FinishSends();
   // Decodes the message in `inbox_` and runs it.
   absl::Status RunMessage(absl::Span<const std::byte> message);
+  // An error says which step met it.
+  absl::StatusOr<StepOutput> Execute(const StepPlan& plan);
   void EndStep();
 
   const RankModel& model_;

@@ -74,6 +74,7 @@ RankModelOptions ModelOptionsOf(const RankProcessOptions& options) {
                      .decode_context_parallel_size = flags.decode_context_parallel_size,
                      .block_size = flags.block_size,
                      .interleave = flags.cp_kv_cache_interleave_size,
+                     .min_block_size = flags.device == Device::kCpu ? 128 : 256,
                      .replicate_query = flags.dcp_replicate_query},
           .device = flags.device,
           .graphs = flags.device != Device::kCpu && !flags.enforce_eager,

@@ -1,14 +1,19 @@
 #include "kernels/cuda/device.h"
 
+#include <algorithm>
+#include <cstring>
 #include <limits>
 #include <utility>
 
+#include "absl/time/clock.h"
 #include "fmt/format.h"
 #include "kernels/cuda/attention.h"
 #include "kernels/cuda/elementwise.h"
 #include "kernels/cuda/gumbel_argmax.h"
 #include "kernels/cuda/kv_append.h"
+#include "kernels/cuda/kv_copy.h"
 #include "kernels/cuda/lse_merge.h"
+#include "kernels/cuda/memory.h"
 #include "kernels/cuda/moe.h"
 #include "kernels/elementwise.h"
 #include "kernels/head_exchange.h"
@@ -61,12 +66,16 @@ absl::StatusOr<std::unique_ptr<CudaDevice>> CudaDevice::Open(int index, CpuStrea
   ASSIGN_OR_RETURN(std::unique_ptr<CudaStream> stream, CudaStream::Create());
   ASSIGN_OR_RETURN(std::unique_ptr<Matmul> matmul, Matmul::Create());
   return std::unique_ptr<CudaDevice>(
-      new CudaDevice(properties.name, host, std::move(stream), std::move(matmul)));
+      new CudaDevice(index, properties.name, host, std::move(stream), std::move(matmul)));
 }
 
-CudaDevice::CudaDevice(std::string name, CpuStream& host, std::unique_ptr<CudaStream> stream,
-                       std::unique_ptr<Matmul> matmul)
-    : name_(std::move(name)), host_(host), stream_(std::move(stream)), matmul_(std::move(matmul)) {}
+CudaDevice::CudaDevice(int index, std::string name, CpuStream& host,
+                       std::unique_ptr<CudaStream> stream, std::unique_ptr<Matmul> matmul)
+    : index_(index),
+      name_(std::move(name)),
+      host_(host),
+      stream_(std::move(stream)),
+      matmul_(std::move(matmul)) {}
 
 CudaDevice::~CudaDevice() {
   Free(rounded_);
@@ -80,11 +89,16 @@ absl::StatusOr<std::int64_t> CudaDevice::FreeBytes() {
   return static_cast<std::int64_t>(free);
 }
 
+absl::StatusOr<std::unique_ptr<DeviceStream>> CudaDevice::NewStream() {
+  ASSIGN_OR_RETURN(std::unique_ptr<CudaStream> stream, CudaStream::Create());
+  return std::unique_ptr<CudaDevice>(
+      new CudaDevice(index_, name_, host_, std::move(stream), nullptr));
+}
+
+absl::Status CudaDevice::BindThread() { return StatusOf(cudaSetDevice(index_), "cudaSetDevice"); }
+
 absl::StatusOr<void*> CudaDevice::Allocate(std::int64_t bytes) {
-  void* data = nullptr;
-  RETURN_IF_ERROR(StatusOf(cudaMalloc(&data, static_cast<std::size_t>(bytes)),
-                           fmt::format("{} bytes of {}", bytes, name_).c_str()));
-  return data;
+  return AllocateOnDevice(bytes, name_);
 }
 
 void CudaDevice::Free(void* data) { cudaFree(data); }
@@ -135,8 +149,53 @@ absl::StatusOr<std::unique_ptr<DeviceGraph>> CudaDevice::EndCapture() {
 }
 
 absl::Status CudaDevice::Launch(const DeviceGraph& graph) {
+  NoteLaunch("a graph of a step");
   return StatusOf(cudaGraphLaunch(static_cast<const CudaGraph&>(graph).exec(), stream_->handle()),
                   "cudaGraphLaunch");
+}
+
+absl::StatusOr<DeviceGroupId> CudaDevice::NewGroupId() {
+  ASSIGN_OR_RETURN(const NcclApi* nccl, Nccl());
+  NcclUniqueId id;
+  if (const NcclResult result = nccl->get_unique_id(&id); result != kNcclSuccess) {
+    return absl::UnavailableError(fmt::format(
+        "ncclGetUniqueId: {}: {}", nccl->get_error_string(result), nccl->get_last_error(nullptr)));
+  }
+  DeviceGroupId bytes;
+  std::memcpy(bytes.data(), id.internal, bytes.size());
+  return bytes;
+}
+
+absl::StatusOr<std::unique_ptr<DeviceCommunicator>> CudaDevice::JoinGroup(
+    const DeviceGroup& group) {
+  ASSIGN_OR_RETURN(const NcclApi* nccl, Nccl());
+  return NcclCommunicator::Join(*nccl, group, stream_->handle(), groups_);
+}
+
+absl::Status CudaDevice::CheckGroups() {
+  for (NcclCommunicator* const group : groups_) RETURN_IF_ERROR(group->Check());
+  return absl::OkStatus();
+}
+
+absl::Status CudaDevice::Synchronize() {
+  if (groups_.empty()) return stream_->Synchronize();
+  // A collective whose peer is gone never ends by itself: whoever waits has to look.
+  constexpr absl::Duration kBusy = absl::Microseconds(100);
+  const absl::Duration timeout = groups_.front()->stall_timeout();
+  const absl::Time start = absl::Now();
+  for (;;) {
+    ASSIGN_OR_RETURN(const bool done, stream_->Query());
+    RETURN_IF_ERROR(CheckGroups());
+    if (done) return absl::OkStatus();
+    const absl::Duration waited = absl::Now() - start;
+    if (waited > timeout) break;
+    if (waited > kBusy) absl::SleepFor(absl::Microseconds(20));
+  }
+  const absl::Status stalled = absl::UnavailableError(
+      fmt::format("{} has not finished in {} what was launched: a rank is gone, or stalls", name_,
+                  absl::FormatDuration(timeout)));
+  for (NcclCommunicator* const group : groups_) group->End(stalled).IgnoreError();
+  return stalled;
 }
 
 absl::Status CudaDevice::CombineExperts(const kernels::CombineExpertsParams& p) {
@@ -212,6 +271,8 @@ absl::Status CudaDevice::KvAppend(const kernels::KvAppendParams& p) {
                                 .kv_dtype = p.kv_dtype},
                                *stream_);
 }
+
+absl::Status CudaDevice::KvCopy(const KvCopyParams& p) { return cuda::KvCopy(p, *stream_); }
 
 absl::Status CudaDevice::Linear(const LinearParams& p) {
   const PackedMatrix& weight = *p.weight;

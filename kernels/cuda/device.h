@@ -3,8 +3,10 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "kernels/cuda/linear.h"
+#include "kernels/cuda/nccl.h"
 #include "kernels/cuda/stream.h"
 #include "kernels/device/device_stream.h"
 
@@ -24,7 +26,9 @@ class CudaDevice final : public DeviceStream {
   std::string_view name() const override { return name_; }
   CpuStream& host() override { return host_; }
   absl::StatusOr<std::int64_t> FreeBytes() override;
-  absl::Status Synchronize() override { return stream_->Synchronize(); }
+  absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() override;
+  absl::Status BindThread() override;
+  absl::Status Synchronize() override;
   absl::StatusOr<void*> Allocate(std::int64_t bytes) override;
   void Free(void* data) override;
   absl::StatusOr<void*> AllocateHost(std::int64_t bytes) override;
@@ -35,6 +39,8 @@ class CudaDevice final : public DeviceStream {
   absl::Status BeginCapture() override;
   absl::StatusOr<std::unique_ptr<DeviceGraph>> EndCapture() override;
   absl::Status Launch(const DeviceGraph& graph) override;
+  absl::StatusOr<DeviceGroupId> NewGroupId() override;
+  absl::StatusOr<std::unique_ptr<DeviceCommunicator>> JoinGroup(const DeviceGroup& group) override;
 
   absl::Status CombineExperts(const kernels::CombineExpertsParams& p) override;
   absl::Status Embedding(const kernels::EmbeddingParams& p) override;
@@ -44,6 +50,7 @@ class CudaDevice final : public DeviceStream {
                                           std::int32_t value_dim) const override;
   absl::Status GumbelArgmax(const GumbelArgmaxParams& p) override;
   absl::Status KvAppend(const kernels::KvAppendParams& p) override;
+  absl::Status KvCopy(const KvCopyParams& p) override;
   absl::Status Linear(const LinearParams& p) override;
   absl::Status LseMerge(const kernels::LseMergeParams& p) override;
   absl::Status LseScale(const kernels::LseScaleParams& p) override;
@@ -58,13 +65,16 @@ class CudaDevice final : public DeviceStream {
                            float* heads) override;
 
  private:
-  CudaDevice(std::string name, CpuStream& host, std::unique_ptr<CudaStream> stream,
+  CudaDevice(int index, std::string name, CpuStream& host, std::unique_ptr<CudaStream> stream,
              std::unique_ptr<Matmul> matmul);
+  absl::Status CheckGroups();
 
+  const int index_;
   const std::string name_;
   CpuStream& host_;
   const std::unique_ptr<CudaStream> stream_;
-  const std::unique_ptr<Matmul> matmul_;
+  const std::unique_ptr<Matmul> matmul_;  // null in what NewStream() gives
+  std::vector<NcclCommunicator*> groups_;  // that are joined; each takes itself out
   std::int64_t rounded_bytes_ = 0;
   void* rounded_ = nullptr;  // a product's x in the dtype of its weight
   void* argmax_workspace_ = nullptr;

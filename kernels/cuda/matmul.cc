@@ -11,6 +11,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "fmt/format.h"
 #include "kernels/cuda/linear.h"
+#include "kernels/cuda/memory.h"
 #include "server/base/check.h"
 #include "server/base/status_macros.h"
 
@@ -184,7 +185,7 @@ Matmul::~Matmul() = default;
 absl::StatusOr<std::unique_ptr<Matmul>> Matmul::Create() {
   auto impl = std::make_unique<Impl>();
   RETURN_IF_ERROR(LtStatus(cublasLtCreate(&impl->handle), "cublasLtCreate"));
-  RETURN_IF_ERROR(StatusOf(cudaMalloc(&impl->workspace, kWorkspaceBytes), "cublasLt's workspace"));
+  ASSIGN_OR_RETURN(impl->workspace, AllocateOnDevice(kWorkspaceBytes, "cublasLt's workspace"));
   return std::unique_ptr<Matmul>(new Matmul(std::move(impl)));
 }
 

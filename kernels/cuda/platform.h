@@ -33,6 +33,10 @@ inline int NumSms() {
   return count;
 }
 
+// Remembers what this thread has launched last: a lost context shows with a later wait, which then
+// names it.
+void NoteLaunch(const char* name);
+
 #ifdef WEFT_CUDA_EMU
 #define WEFT_SHARED(type, name, count) \
   type* name = static_cast<type*>(     \
@@ -52,9 +56,9 @@ absl::Status Launch(const char* name, dim3 grid, dim3 block, std::size_t shared_
                     cudaStream_t stream, const Args& args) {
 #ifdef WEFT_CUDA_EMU
   weft::cuda_emu::Enqueue(stream, [=] {
-    return weft::cuda_emu::LaunchGrid(grid, block, shared_bytes, [&args] { kKernel(args); });
+    return weft::cuda_emu::LaunchGrid(name, grid, block, shared_bytes, [&args] { kKernel(args); });
   });
-  (void)name;
+  NoteLaunch(name);
   return absl::OkStatus();
 #else
   const auto* kernel = reinterpret_cast<const void*>(kKernel);
@@ -64,6 +68,7 @@ absl::Status Launch(const char* name, dim3 grid, dim3 block, std::size_t shared_
     if (error != cudaSuccess) return StatusOf(error, name);
   }
   void* arguments[] = {const_cast<Args*>(&args)};
+  NoteLaunch(name);
   return StatusOf(cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream), name);
 #endif
 }

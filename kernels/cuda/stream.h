@@ -19,6 +19,8 @@ class CudaStream final : public Stream {
 
   DeviceKind device() const override { return DeviceKind::kCuda; }
   absl::Status Synchronize() override;
+  // Whether everything launched so far has run.
+  absl::StatusOr<bool> Query();
   cudaStream_t handle() const { return handle_; }
 
  private:

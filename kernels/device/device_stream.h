@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/device/device_communicator.h"
 #include "kernels/device/stream.h"
 
 namespace weft::kernels {
@@ -17,6 +18,7 @@ struct GqaAttentionParams;
 struct GumbelArgmaxParams;
 struct HeadExchangeParams;
 struct KvAppendParams;
+struct KvCopyParams;
 struct LinearParams;
 struct LseMergeParams;
 struct LseScaleParams;
@@ -52,6 +54,9 @@ class DeviceStream : public Stream {
   // For what the host does of a step, on memory of its own.
   virtual CpuStream& host() = 0;
   virtual absl::StatusOr<std::int64_t> FreeBytes() = 0;
+  // Another stream of this device, not for products, for a thread that calls BindThread() first.
+  virtual absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() = 0;
+  virtual absl::Status BindThread() = 0;
 
   // 256-byte aligned; what is in it is undefined. RESOURCE_EXHAUSTED with the size when it cannot
   // be had. Never while steps run.
@@ -72,6 +77,13 @@ class DeviceStream : public Stream {
   virtual absl::StatusOr<std::unique_ptr<DeviceGraph>> EndCapture() = 0;
   virtual absl::Status Launch(const DeviceGraph& graph) = 0;
 
+  // Of one of the devices that are to join; for all of them.
+  virtual absl::StatusOr<DeviceGroupId> NewGroupId() = 0;
+  // Waits for the others. UNAVAILABLE when they do not come, UNIMPLEMENTED without what devices
+  // exchange by (NCCL). With a group joined, Synchronize() waits for its stall_timeout at most.
+  virtual absl::StatusOr<std::unique_ptr<DeviceCommunicator>> JoinGroup(
+      const DeviceGroup& group) = 0;
+
   virtual absl::Status CombineExperts(const CombineExpertsParams& params) = 0;
   virtual absl::Status Embedding(const EmbeddingParams& params) = 0;
   virtual absl::Status GatherRows(const GatherRowsParams& params) = 0;
@@ -80,6 +92,7 @@ class DeviceStream : public Stream {
                                                   std::int32_t value_dim) const = 0;
   virtual absl::Status GumbelArgmax(const GumbelArgmaxParams& params) = 0;
   virtual absl::Status KvAppend(const KvAppendParams& params) = 0;
+  virtual absl::Status KvCopy(const KvCopyParams& params) = 0;
   virtual absl::Status Linear(const LinearParams& params) = 0;
   virtual absl::Status LseMerge(const LseMergeParams& params) = 0;
   virtual absl::Status LseScale(const LseScaleParams& params) = 0;

@@ -6,11 +6,13 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "fmt/format.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/device.h"
 #include "tests/golden.h"
 #include "tests/worker/family_checkpoints.h"
+#include "tests/worker/pd_pair.h"
 #include "tests/worker/plan_runner.h"
 #include "tests/worker/reference_model.h"
 
@@ -21,7 +23,7 @@ constexpr std::int64_t kMaxLen = 192;
 
 struct Layout {
   int tp, dcp, block_size, interleave;
-  DcpExchange exchange;
+  DcpExchange exchange = DcpExchange::kAgRs;
 
   std::string Name() const {
     return fmt::format("T={} N={} V={} I={} {}", tp, dcp, block_size, interleave,
@@ -54,6 +56,15 @@ class CudaEmuGroupTest : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Checkpoints, CudaEmuGroupTest, ::testing::ValuesIn(kFamilyCheckpoints),
                          [](const auto& test_case) { return std::string(test_case.param); });
 
+EngineRequest Greedy(const Golden& golden, const std::string& prompt, int num_tokens) {
+  EngineRequest request;
+  request.prompt_token_ids = golden.Prompt(prompt).ids;
+  request.max_tokens = num_tokens;
+  request.ignore_eos = true;
+  request.sampling.temperature = 0;
+  return request;
+}
+
 // Prompts of several lengths at once, so that steps have prompts' rows beside decoded ones.
 TEST_P(CudaEmuGroupTest, GreedyTokensAreTheReferences) {
   WEFT_GOLDEN_OR_SKIP(dir, GetParam());
@@ -65,20 +76,13 @@ TEST_P(CudaEmuGroupTest, GreedyTokensAreTheReferences) {
     SCOPED_TRACE(layout.Name());
     LocalGroupOptions options = OptionsOf(dir, layout);
     options.model.max_num_seqs = 4;
-    options.model.graphs = options.rank.graphs = layout.tp == 1 && !experts;
+    options.model.graphs = options.rank.graphs = !experts;
     auto group = LocalGroup::Start(options);
     ASSERT_TRUE(group.ok()) << group.status();
     std::vector<EngineRequest> requests;
     const std::vector<std::string> names = {"len1", "len7", "len33"};
     constexpr int kTokens = 12;
-    for (const std::string& name : names) {
-      EngineRequest request;
-      request.prompt_token_ids = golden.Prompt(name).ids;
-      request.max_tokens = kTokens;
-      request.ignore_eos = true;
-      request.sampling.temperature = 0;
-      requests.push_back(std::move(request));
-    }
+    for (const std::string& name : names) requests.push_back(Greedy(golden, name, kTokens));
     const std::vector<Completion> done = (*group)->Generate(std::move(requests));
     for (std::size_t i = 0; i < names.size(); ++i) {
       ASSERT_TRUE(done[i].status.ok()) << done[i].status << (*group)->status();
@@ -90,46 +94,54 @@ TEST_P(CudaEmuGroupTest, GreedyTokensAreTheReferences) {
   }
 }
 
+std::vector<EngineRequest> ManyRequests(const Golden& golden) {
+  std::vector<EngineRequest> requests;
+  for (int i = 0; i < 7; ++i) {
+    EngineRequest request;
+    request.prompt_token_ids = golden.Prompt(i % 2 == 0 ? "len7" : "len33").ids;
+    request.max_tokens = 3 + 2 * i;
+    request.ignore_eos = true;
+    request.sampling.temperature = i % 3 == 0 ? 0.0F : 0.9F;
+    request.sampling.seed = static_cast<std::uint64_t>(i);
+    auto logits = std::make_shared<LogitsParams>();
+    logits->logprobs = 2;
+    request.logits = std::move(logits);
+    requests.push_back(std::move(request));
+  }
+  return requests;
+}
+
 // Tables, lengths and seeds change from step to step, and so does the number of sequences: what a
 // graph has kept of the step that it was recorded in would show.
 TEST_P(CudaEmuGroupTest, AReplayGivesTheBitsOfLaunchesOneByOne) {
   WEFT_GOLDEN_OR_SKIP(dir, GetParam());
-  LocalGroupOptions options = OptionsOf(dir, {1, 1, 16, 1, DcpExchange::kAgRs});
-  options.model.max_num_seqs = 5;
-  options.model.max_num_batched_tokens = 40;
   const Golden golden = LoadGolden(dir);
   const bool experts = LoadModelConfig(dir)->moe.has_value();
-  std::vector<Completion> done[2];
-  for (const bool graphs : {false, true}) {
-    options.model.graphs = options.rank.graphs = graphs;
-    auto group = LocalGroup::Start(options);
-    if (graphs && experts) {
-      EXPECT_EQ(group.status().code(), absl::StatusCode::kInvalidArgument);
-      return;
+  for (const Layout& layout :
+       {Layout{1, 1, 16, 1, DcpExchange::kAgRs}, Layout{2, 2, 16, 2, DcpExchange::kA2a}}) {
+    SCOPED_TRACE(layout.Name());
+    LocalGroupOptions options = OptionsOf(dir, layout);
+    options.model.max_num_seqs = 5;
+    options.model.max_num_batched_tokens = 40;
+    std::vector<Completion> done[2];
+    for (const bool graphs : {false, true}) {
+      options.model.graphs = options.rank.graphs = graphs;
+      auto group = LocalGroup::Start(options);
+      if (graphs && experts) {
+        EXPECT_EQ(group.status().code(), absl::StatusCode::kInvalidArgument);
+        return;
+      }
+      ASSERT_TRUE(group.ok()) << group.status();
+      done[graphs] = (*group)->Generate(ManyRequests(golden));
     }
-    ASSERT_TRUE(group.ok()) << group.status();
-    std::vector<EngineRequest> requests;
-    for (int i = 0; i < 7; ++i) {
-      EngineRequest request;
-      request.prompt_token_ids = golden.Prompt(i % 2 == 0 ? "len7" : "len33").ids;
-      request.max_tokens = 3 + 2 * i;
-      request.ignore_eos = true;
-      request.sampling.temperature = i % 3 == 0 ? 0.0F : 0.9F;
-      request.sampling.seed = static_cast<std::uint64_t>(i);
-      auto logits = std::make_shared<LogitsParams>();
-      logits->logprobs = 2;
-      request.logits = std::move(logits);
-      requests.push_back(std::move(request));
-    }
-    done[graphs] = (*group)->Generate(std::move(requests));
-  }
-  for (std::size_t i = 0; i < done[0].size(); ++i) {
-    ASSERT_TRUE(done[1][i].status.ok()) << done[1][i].status;
-    EXPECT_EQ(done[1][i].token_ids, done[0][i].token_ids) << i;
-    ASSERT_EQ(done[1][i].logprobs.size(), done[0][i].logprobs.size());
-    for (std::size_t j = 0; j < done[0][i].logprobs.size(); ++j) {
-      EXPECT_EQ(done[1][i].logprobs[j].token.logprob, done[0][i].logprobs[j].token.logprob)
-          << i << " " << j;
+    for (std::size_t i = 0; i < done[0].size(); ++i) {
+      ASSERT_TRUE(done[1][i].status.ok()) << done[1][i].status;
+      EXPECT_EQ(done[1][i].token_ids, done[0][i].token_ids) << i;
+      ASSERT_EQ(done[1][i].logprobs.size(), done[0][i].logprobs.size());
+      for (std::size_t j = 0; j < done[0][i].logprobs.size(); ++j) {
+        EXPECT_EQ(done[1][i].logprobs[j].token.logprob, done[0][i].logprobs[j].token.logprob)
+            << i << " " << j;
+      }
     }
   }
 }
@@ -175,6 +187,122 @@ TEST_P(CudaEmuGroupTest, LowerPrecisionCostsWhatThePrecisionCosts) {
   }
   EXPECT_LE(lost, 2 * allowed);
   EXPECT_LE(lost, 0.02 * range + (allowed > 0.02 * range ? allowed : 0));
+}
+
+// Prompts are computed by one group and continued by another: both on devices, or one on the CPU,
+// whose KV is laid out otherwise.
+class CudaEmuHandOffTest : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Checkpoints, CudaEmuHandOffTest,
+                         ::testing::Values("llama_gqa", "llama_odd", "deepseek_v2_lite"),
+                         [](const auto& test_case) { return std::string(test_case.param); });
+TEST_P(CudaEmuHandOffTest, KvIsHandedOverBetweenDevicesAndToTheCpu) {
+  WEFT_GOLDEN_OR_SKIP(dir, GetParam());
+  const Golden golden = LoadGolden(dir);
+  struct Pair {
+    Device prefill, decode;
+    Layout from, to;
+  };
+  // The last has tiles of K on both sides.
+  for (const Pair& pair : {Pair{Device::kCudaEmu, Device::kCudaEmu, {2, 2, 16, 4}, {1, 1, 48, 1}},
+                           Pair{Device::kCpu, Device::kCudaEmu, {1, 1, 16, 1}, {2, 2, 48, 2}},
+                           Pair{Device::kCudaEmu, Device::kCpu, {1, 1, 32, 16}, {2, 2, 64, 16}}}) {
+    SCOPED_TRACE(pair.from.Name() + " to " + pair.to.Name());
+    const auto start = [&](const Layout& layout, Device device) {
+      LocalGroupOptions options = OptionsOf(dir, layout);
+      options.model.max_num_seqs = 4;
+      options.kv = KvMoverOptions{.message_bytes = 2048, .window_bytes = 8192, .checksum = true};
+      if (device == Device::kCpu) options.open_device = nullptr;
+      options.model.device = device;
+      return LocalGroup::Start(options);
+    };
+    auto prefill = start(pair.from, pair.prefill);
+    auto decode = start(pair.to, pair.decode);
+    ASSERT_TRUE(prefill.ok() && decode.ok()) << prefill.status() << decode.status();
+    PdPair both(**prefill, **decode);
+    std::vector<EngineRequest> requests;
+    const std::vector<std::string> names = {"len1", "len7", "len33"};
+    constexpr int kTokens = 6;
+    for (const std::string& name : names) requests.push_back(Greedy(golden, name, kTokens));
+    const std::vector<Completion> done = both.Generate(std::move(requests));
+    EXPECT_EQ(both.num_recomputed(), 0);
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      ASSERT_TRUE(done[i].status.ok()) << done[i].status;
+      const std::vector<std::int32_t>& greedy = golden.Prompt(names[i]).greedy;
+      EXPECT_EQ(done[i].token_ids,
+                std::vector<std::int32_t>(greedy.begin(), greedy.begin() + kTokens))
+          << names[i];
+    }
+    EXPECT_GT((*decode)->kv_counters().received_bytes, 0);
+  }
+}
+
+// What the leader's steps end with once `fault` is there (kernels/cuda/emu/cudart.h).
+absl::Status EndOfGroup(const std::filesystem::path& dir, const Layout& layout, bool graphs,
+                        const std::string& fault) {
+  LocalGroupOptions options = OptionsOf(dir, layout);
+  options.rank.graphs = graphs;
+  absl::Status end = absl::UnknownError("not run");
+  options.drive = [&](Rank& rank) {
+    PlanRunner runner(rank, options);
+    Logits logits;
+    const std::vector<std::int32_t> ids = {1};
+    cuda_emu::SetFault(fault);
+    for (int i = 0; i < 20; ++i) {
+      end = runner.Run(ids, i, 1, logits);
+      if (!end.ok()) break;
+    }
+    return end;
+  };
+  options.rank.gather_all_logits = true;
+  const absl::Status started = LocalGroup::Start(options).status();
+  cuda_emu::SetFault("");
+  return started.ok() ? end : started;
+}
+
+TEST(CudaEmuFaultTest, AFailingCollectiveEndsTheGroup) {
+  WEFT_GOLDEN_OR_SKIP(dir, "llama_gqa");
+  for (const bool graphs : {false, true}) {
+    const absl::Status end = EndOfGroup(dir, {2, 2, 16, 2}, graphs, "collective 1 after 30");
+    EXPECT_EQ(end.code(), absl::StatusCode::kUnavailable) << end;
+    EXPECT_NE(end.message().find("step "), absl::string_view::npos) << end;
+    EXPECT_NE(end.message().find("rank 1 has aborted"), absl::string_view::npos) << end;
+  }
+}
+
+TEST(CudaEmuFaultTest, ALostDeviceIsReportedWithItsKernelAndStep) {
+  WEFT_GOLDEN_OR_SKIP(dir, "llama_gqa");
+  for (const bool graphs : {false, true}) {
+    const absl::Status end = EndOfGroup(dir, {1, 1, 16, 1}, graphs, "kernel GumbelArgmax after 2");
+    EXPECT_EQ(end.code(), absl::StatusCode::kInternal) << end;
+    EXPECT_NE(end.message().find("step 3: "), absl::string_view::npos) << end;
+    EXPECT_NE(end.message().find("GumbelArgmax: an illegal memory access"), absl::string_view::npos)
+        << end;
+  }
+}
+
+TEST(CudaEmuFaultTest, TooLittleMemoryIsAnErrorAtStartWithTheSizes) {
+  WEFT_GOLDEN_OR_SKIP(dir, "llama_gqa");
+  // Too little for products, for the weights, and for the workspace behind weights and KV.
+  constexpr std::size_t kMega = std::size_t{1} << 20;
+  for (const std::size_t bytes : {kMega, 32 * kMega + 50'000, 34 * kMega}) {
+    cuda_emu::SetDeviceMemory(bytes);
+    LocalGroupOptions options = OptionsOf(dir, {1, 1, 16, 1});
+    absl::Status failed;
+    options.drive = [](Rank&) { return absl::OkStatus(); };
+    {
+      const auto group = LocalGroup::Start(options);
+      failed = group.status();
+      for (int i = 0; i < 10000 && failed.ok(); ++i) {
+        absl::SleepFor(absl::Milliseconds(1));
+        failed = (*group)->status();
+      }
+    }
+    cuda_emu::SetDeviceMemory(0);
+    EXPECT_EQ(failed.code(), absl::StatusCode::kResourceExhausted) << bytes << failed;
+    EXPECT_NE(failed.message().find(fmt::format("of {} bytes are free", bytes)),
+              absl::string_view::npos)
+        << failed;
+  }
 }
 
 }  // namespace

@@ -14,7 +14,7 @@
 #include "worker/group/fabric.h"
 
 namespace weft::kernels {
-class DeviceStream;
+class DeviceCommunicator;
 }
 
 namespace weft {
@@ -30,12 +30,13 @@ struct CollectiveCounters {
 // same sizes in the same order (law 4). A rank's own part never travels. On the CPU a call returns
 // when the result is there; on CUDA it enqueues on `stream`.
 //
-// Sums are taken in rank order, whatever arrives first: the same bits on every rank and in every
-// run. Errors: UNAVAILABLE when a peer died or nothing arrived for `stall_timeout`, ABORTED after
-// Abort(), INTERNAL when ranks disagree about the call (the message names both). After one of these
-// every later call fails the same way, the group is done, and the buffers of the failed call must
-// outlive the fabric. INVALID_ARGUMENT for sizes over max_bytes and UNIMPLEMENTED for sums of other
-// types than fp32, with nothing sent. Allocates nothing after construction.
+// Sums are taken in rank order, whatever arrives first, on CUDA in an order that NCCL takes: the
+// same bits on every rank and in every run. Errors: UNAVAILABLE when a peer died or nothing arrived
+// for `stall_timeout`, ABORTED after Abort(), INTERNAL when ranks disagree about the call (the
+// message names both); on CUDA they may come with the stream's next wait. After one of these every
+// later call fails the same way, the group is done, and the buffers of the failed call must outlive
+// the fabric. INVALID_ARGUMENT for sizes over max_bytes and UNIMPLEMENTED for sums of other types
+// than fp32, with nothing sent. Allocates nothing after construction.
 //
 // `in` and `out` may overlap only where a method says so. A call with 0 bytes is a barrier.
 //
@@ -95,11 +96,11 @@ std::unique_ptr<Communicator> MakeFabricCommunicator(std::shared_ptr<CollectiveM
                                                      absl::Span<const std::uint32_t> tags,
                                                      const FabricCommunicatorOptions& options);
 
-// Collectives on memory of `device` by way of the host's, over `host`, which takes up to max_bytes;
-// what comes with another stream is handed to `host` as it is. Waits for the device, so that no
-// graph can have them in it. `device` outlives the result.
-absl::StatusOr<std::unique_ptr<Communicator>> MakeStagedCommunicator(
-    std::unique_ptr<Communicator> host, std::int64_t max_bytes, kernels::DeviceStream& device);
+// Collectives on a device's memory by `device`, and on the host's, of calls with its stream, by
+// `host`; both connect the same ranks. Gather() is of the host's memory alone. Counts what is
+// enqueued, and nothing that a graph does again; time spent waiting is the host's.
+std::unique_ptr<Communicator> MakeDeviceCommunicator(
+    std::unique_ptr<Communicator> host, std::unique_ptr<kernels::DeviceCommunicator> device);
 
 // For groups of one rank: every collective is a copy or nothing.
 std::unique_ptr<Communicator> MakeSelfCommunicator();

@@ -104,15 +104,11 @@ std::string ExtraWeights(const ModelConfig& config, const ShardLayout& layout, D
 }
 
 absl::Status CheckGraphs(const RankModelOptions& options, const ModelConfig& config) {
-  if (!options.graphs) return absl::OkStatus();
-  const auto refuse = [&](std::string_view why) {
-    return absl::InvalidArgumentError(
-        fmt::format("{} replays graphs of steps, which {}; give --enforce-eager",
-                    DeviceName(options.device), why));
-  };
-  if (options.layout.tensor_parallel_size > 1) return refuse("are there for one rank alone");
-  if (config.moe.has_value()) return refuse("are not there for mixtures of experts");
-  return absl::OkStatus();
+  if (!options.graphs || !config.moe.has_value()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      fmt::format("{} replays graphs of steps, which are not there for mixtures of experts; give "
+                  "--enforce-eager",
+                  DeviceName(options.device)));
 }
 
 // A model as its files describe it, before any weight is read.
@@ -165,8 +161,9 @@ absl::StatusOr<RankModel> RankModel::Load(const RankModelOptions& options, kerne
   auto& [config, layout, checkpoint, warnings] = described;
   const DType dtype = options.dtype.value_or(config.dtype);
   const WeightFormat format = options.quantization.value_or(FormatOf(dtype));
-  const DType kv_dtype =
-      options.kv_cache_dtype.value_or(dtype == DType::kFloat32 ? DType::kFloat32 : DType::kFloat16);
+  // A GPU's tensor cores take K and V as they take the queries.
+  const bool as_weights = dtype == DType::kFloat32 || options.device != Device::kCpu;
+  const DType kv_dtype = options.kv_cache_dtype.value_or(as_weights ? dtype : DType::kFloat16);
   const KvCacheShape shape{.num_layers = config.num_layers,
                            .num_kv_heads = layout.GroupKvHeads().size(),
                            .head_dim = config.head_dim,

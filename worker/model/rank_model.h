@@ -25,9 +25,9 @@ struct RankModelOptions {
   bool graphs = false;            // of steps, on a device
   std::vector<Feature> features;  // that are asked for; the capability table says what is refused
   std::int32_t rank = 0;
-  std::optional<DType> dtype;                 // absent: the checkpoint's
-  std::optional<WeightFormat> quantization;   // int8 or int4, of the large weights
-  std::optional<DType> kv_cache_dtype;        // absent: float32 with float32 weights, else float16
+  std::optional<DType> dtype;                // absent: the checkpoint's
+  std::optional<WeightFormat> quantization;  // int8 or int4, of the large weights
+  std::optional<DType> kv_cache_dtype;  // absent: the weights', on the CPU float16 unless float32
   std::optional<std::int64_t> max_model_len;  // absent: auto
   std::int32_t max_num_seqs = 64;
   std::int32_t max_num_batched_tokens = 256;

@@ -27,13 +27,14 @@ std::int64_t RankRunner::MaxCollectiveBytes(const ModelConfig& config, const Sha
 }
 
 RankRunner::RankRunner(const ModelConfig& config, const ShardLayout& layout,
-                       const DecoderWeights& weights, Communicator& world,
+                       const DecoderWeights& weights, Communicator& world, Communicator& dcp,
                        const RunnerOptions& options, kernels::Stream& stream,
                        std::unique_ptr<AttentionLayer> attention)
     : config_(config),
       layout_(layout),
       weights_(weights),
       world_(world),
+      dcp_(dcp),
       options_(options),
       stream_(stream),
       host_(kernels::HostOf(stream)),
@@ -58,7 +59,7 @@ absl::StatusOr<std::unique_ptr<RankRunner>> RankRunner::Create(
                                        .mla_form = options.mla_form},
                                       cache, dcp, stream));
   std::unique_ptr<RankRunner> runner(
-      new RankRunner(config, layout, weights, world, options, stream, std::move(attention)));
+      new RankRunner(config, layout, weights, world, dcp, options, stream, std::move(attention)));
   if (config.moe.has_value()) {
     ASSIGN_OR_RETURN(runner->moe_,
                      MoeLayer::Create(config, weights, options.max_num_batched_tokens, stream));
@@ -69,7 +70,6 @@ absl::StatusOr<std::unique_ptr<RankRunner>> RankRunner::Create(
                                      .linear_columns = weights.MaxInFeatures(),
                                      .logits_rows = options.max_num_seqs}));
     runner->ListBuckets();
-    if (options.graphs) RETURN_IF_ERROR(runner->CaptureGraphs(*device));
   }
   return runner;
 }
@@ -128,19 +128,32 @@ void RankRunner::ListBuckets() {
   const std::int32_t most = std::min(options_.max_num_seqs, options_.max_num_batched_tokens);
   for (std::int32_t rows = 1; rows < most; rows += rows < 8 ? rows : 8) buckets_.push_back(rows);
   buckets_.push_back(most);
-  graphs_.resize(buckets_.size());
 }
 
-absl::Status RankRunner::CaptureGraphs(kernels::DeviceStream& device) {
-  for (std::size_t i = 0; i < buckets_.size(); ++i) {
-    launched_ = {.rows = buckets_[i], .owned = buckets_[i], .logits = buckets_[i]};
-    RETURN_IF_ERROR(arrays_.Send(rows_, {}, launched_.rows, rope_, stream_));
+absl::Status RankRunner::CaptureGraphs() {
+  kernels::DeviceStream& device = *kernels::OnDevice(stream_);
+  const auto collectives = [&] {
+    const CollectiveCounters world = world_.Counters();
+    const CollectiveCounters dcp = dcp_.Counters();
+    return CollectiveCounters{.operations = world.operations + dcp.operations,
+                              .received_bytes = world.received_bytes + dcp.received_bytes};
+  };
+  for (const std::int32_t rows : buckets_) {
+    launched_ = {.rows = rows, .owned = rows, .logits = rows};
+    RETURN_IF_ERROR(arrays_.Send(rows_, {}, launched_, rope_, stream_));
     RETURN_IF_ERROR(SendSampling());
+    // Once as it is: what connects, chooses and allocates at its first call may not do so in a
+    // graph.
     RETURN_IF_ERROR(LaunchStep());
     RETURN_IF_ERROR(stream_.Synchronize());
+    const CollectiveCounters before = collectives();
     RETURN_IF_ERROR(device.BeginCapture());
     RETURN_IF_ERROR(LaunchStep());
-    ASSIGN_OR_RETURN(graphs_[i], device.EndCapture());
+    Graph& graph = graphs_.emplace_back();
+    ASSIGN_OR_RETURN(graph.recorded, device.EndCapture());
+    const CollectiveCounters after = collectives();
+    graph.collectives = {.operations = after.operations - before.operations,
+                         .received_bytes = after.received_bytes - before.received_bytes};
   }
   return absl::OkStatus();
 }
@@ -169,12 +182,11 @@ absl::Status RankRunner::PrepareStep(const StepPlan& plan,
                .logits = static_cast<std::int32_t>(rows_.logits_row.size())};
   if (const std::optional<std::size_t> bucket = BucketOf(plan)) {
     const std::int32_t rows = buckets_[*bucket];
-    launched_ = {
-        .rows = rows, .owned = rows > launched_.rows ? rows : launched_.owned, .logits = rows};
+    launched_ = {.rows = rows, .owned = rows, .logits = rows};
   }
   if (!plan.table_deltas.empty()) RETURN_IF_ERROR(arrays_.SendTables(slots_, stream_));
   RETURN_IF_ERROR(arrays_.Send(rows_, absl::MakeConstSpan(token_ids_).first(plan.num_rows()),
-                               launched_.rows, rope_, stream_));
+                               launched_, rope_, stream_));
   return SendSampling();
 }
 
@@ -264,7 +276,10 @@ absl::Status RankRunner::RunLayers() {
     RETURN_IF_ERROR(attention_->Run(layer, weights, step, normed_.as<float>(),
                                     layout_.rank() == 0 ? x_.as<float>() : nullptr, x_.as<float>(),
                                     stream_));
-    if (options_.observer != nullptr) options_.observer->OnLayerStored(layer);
+    // On a device it is so when the step has run, not when it has been launched.
+    if (options_.observer != nullptr && kernels::OnDevice(stream_) == nullptr) {
+      options_.observer->OnLayerStored(layer);
+    }
     RETURN_IF_ERROR(world_.AllReduceSum(x_.as<float>(), x_count, DType::kFloat32, stream_));
     RETURN_IF_ERROR(RunMlp(layer));
     if (options_.progress != nullptr) options_.progress->fetch_add(1, std::memory_order_relaxed);
@@ -346,8 +361,11 @@ absl::StatusOr<StepOutput> RankRunner::Execute(const StepPlan& plan,
   if (plan.num_rows() == 0) {
     // Nobody is told of more plans than there is room for: a step ends when all have begun it.
     RETURN_IF_ERROR(world_.AllGather(nullptr, nullptr, 0, host_));
-  } else if (bucket.has_value() && graphs_[*bucket] != nullptr) {
-    RETURN_IF_ERROR(kernels::OnDevice(stream_)->Launch(*graphs_[*bucket]));
+  } else if (bucket.has_value() && !graphs_.empty()) {
+    const Graph& graph = graphs_[*bucket];
+    RETURN_IF_ERROR(kernels::OnDevice(stream_)->Launch(*graph.recorded));
+    replayed_.operations += graph.collectives.operations;
+    replayed_.received_bytes += graph.collectives.received_bytes;
   } else {
     RETURN_IF_ERROR(LaunchStep());
   }

@@ -39,8 +39,6 @@ struct RunnerOptions {
   // Bring the logits of every row that has some to the leader, for tests against references.
   bool gather_all_logits = false;
   StepObserver* observer = nullptr;  // may be null
-  // On a device: record the steps that only decode, and replay them.
-  bool graphs = false;
 };
 
 // What a step gives, on rank 0 and valid until the next one; empty on the other ranks.
@@ -68,6 +66,10 @@ class RankRunner {
       KvCache& cache, Communicator& world, Communicator& dcp, const RunnerOptions& options,
       kernels::Stream& stream);
 
+  // On a device: records the steps that only decode, to be replayed from here on. All ranks at
+  // once, before the first step.
+  absl::Status CaptureGraphs();
+
   // Runs one step. `previous_tokens` are the previous step's sampled tokens, for rows that refer
   // to them. Errors are those of the collectives and end the group.
   absl::StatusOr<StepOutput> Execute(const StepPlan& plan,
@@ -78,18 +80,19 @@ class RankRunner {
   absl::Span<const float> Logits(std::int32_t index) const;
 
   std::int64_t workspace_bytes() const;
+  // The collectives of steps that were replayed, which communicators do not see.
+  const CollectiveCounters& replayed_collectives() const { return replayed_; }
 
  private:
   RankRunner(const ModelConfig& config, const ShardLayout& layout, const DecoderWeights& weights,
-             Communicator& world, const RunnerOptions& options, kernels::Stream& stream,
-             std::unique_ptr<AttentionLayer> attention);
+             Communicator& world, Communicator& dcp, const RunnerOptions& options,
+             kernels::Stream& stream, std::unique_ptr<AttentionLayer> attention);
 
   absl::Status AllocateWorkspace();
   absl::Status PrepareStep(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
   // On devices, steps that only decode are launched for one of a few numbers of rows.
   void ListBuckets();
   std::optional<std::size_t> BucketOf(const StepPlan& plan) const;
-  absl::Status CaptureGraphs(kernels::DeviceStream& device);
   absl::Status SendSampling();
   // All that a step computes before the host sees anything of it.
   absl::Status LaunchStep();
@@ -114,6 +117,7 @@ class RankRunner {
   const ShardLayout layout_;
   const DecoderWeights& weights_;
   Communicator& world_;
+  const Communicator& dcp_;
   const RunnerOptions options_;
   kernels::Stream& stream_;
   kernels::CpuStream& host_;
@@ -126,16 +130,15 @@ class RankRunner {
   StepRows rows_;
   Sampler sampler_;
 
-  // What kernels are launched for: the step's, or more.
-  struct Launched {
-    std::int32_t rows = 0;
-    std::int32_t owned = 0;
-    std::int32_t logits = 0;
-  };
-  Launched launched_;
+  StepSizes launched_;
   std::vector<std::int32_t> buckets_;  // of rows, ascending; empty on the CPU
-  std::vector<std::unique_ptr<kernels::DeviceGraph>>
-      graphs_;  // [buckets], null where there is none
+  // A step of a bucket's rows, recorded.
+  struct Graph {
+    std::unique_ptr<kernels::DeviceGraph> recorded;
+    CollectiveCounters collectives;  // in it
+  };
+  std::vector<Graph> graphs_;  // [buckets] after CaptureGraphs()
+  CollectiveCounters replayed_;
 
   std::vector<std::int32_t> token_ids_;  // [rows]
   kernels::Buffer x_;                    // [rows, hidden]

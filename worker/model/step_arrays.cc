@@ -40,26 +40,27 @@ std::int64_t StepArrays::size_bytes() const {
 }
 
 absl::Status StepArrays::Send(const StepRows& rows, absl::Span<const std::int32_t> token_ids,
-                              std::int32_t num_rows, const RopeFrequencies& rope,
+                              const StepSizes& sizes, const RopeFrequencies& rope,
                               kernels::Stream& stream) {
-  const bool padded = num_rows > rows.num_rows();
-  // The values, then `value_of(i)` up to num_rows where there is padding.
-  const auto send = [&](const auto& mirror, const auto& values, const auto& value_of) {
+  // The values, then `value_of(i)` up to `size`.
+  const auto send = [&](const auto& mirror, const auto& values, std::int32_t size,
+                        const auto& value_of) {
     std::copy(values.begin(), values.end(), mirror.host());
     auto count = static_cast<std::int32_t>(values.size());
-    for (; padded && count < num_rows; ++count) mirror.host()[count] = value_of(count);
+    for (; count < size; ++count) mirror.host()[count] = value_of(count);
     return mirror.Send(count, stream);
   };
   const auto zero = [](std::int32_t) { return 0; };
   const auto same = [](std::int32_t row) { return row; };
-  RETURN_IF_ERROR(send(token_ids_, token_ids, zero));
-  RETURN_IF_ERROR(send(slot_, rows.slot, zero));
-  RETURN_IF_ERROR(send(visible_len_, rows.visible_len, zero));
-  RETURN_IF_ERROR(send(first_visible_, rows.first_visible, zero));
-  RETURN_IF_ERROR(send(first_in_window_, rows.first_in_window, zero));
-  RETURN_IF_ERROR(send(owned_row_, rows.owned_row, same));
-  RETURN_IF_ERROR(send(owned_kv_slot_, rows.owned_kv_slot, [](std::int32_t) { return -1; }));
-  RETURN_IF_ERROR(send(logits_row_, rows.logits_row, same));
+  RETURN_IF_ERROR(send(token_ids_, token_ids, sizes.rows, zero));
+  RETURN_IF_ERROR(send(slot_, rows.slot, sizes.rows, zero));
+  RETURN_IF_ERROR(send(visible_len_, rows.visible_len, sizes.rows, zero));
+  RETURN_IF_ERROR(send(first_visible_, rows.first_visible, sizes.rows, zero));
+  RETURN_IF_ERROR(send(first_in_window_, rows.first_in_window, sizes.rows, zero));
+  RETURN_IF_ERROR(send(owned_row_, rows.owned_row, sizes.owned, same));
+  RETURN_IF_ERROR(
+      send(owned_kv_slot_, rows.owned_kv_slot, sizes.owned, [](std::int32_t) { return -1; }));
+  RETURN_IF_ERROR(send(logits_row_, rows.logits_row, sizes.logits, same));
 
   const std::size_t half = rope.inv_freq.size();
   float* cos = cos_.host();
@@ -77,15 +78,15 @@ absl::Status StepArrays::Send(const StepRows& rows, absl::Span<const std::int32_
     std::memcpy(owned_cos_.host() + i * half, cos + at, half * sizeof(float));
     std::memcpy(owned_sin_.host() + i * half, sin + at, half * sizeof(float));
   }
-  const auto send_angles = [&](const Mirror<float>& angles, std::size_t count) {
-    const std::size_t all = padded ? static_cast<std::size_t>(num_rows) : count;
+  const auto send_angles = [&](const Mirror<float>& angles, std::size_t count, std::int32_t size) {
+    const std::size_t all = std::max(count, static_cast<std::size_t>(size));
     std::fill(angles.host() + count * half, angles.host() + all * half, 0.0F);
     return angles.Send(static_cast<std::int64_t>(all * half), stream);
   };
-  RETURN_IF_ERROR(send_angles(cos_, rows.position.size()));
-  RETURN_IF_ERROR(send_angles(sin_, rows.position.size()));
-  RETURN_IF_ERROR(send_angles(owned_cos_, rows.owned_row.size()));
-  return send_angles(owned_sin_, rows.owned_row.size());
+  RETURN_IF_ERROR(send_angles(cos_, rows.position.size(), sizes.rows));
+  RETURN_IF_ERROR(send_angles(sin_, rows.position.size(), sizes.rows));
+  RETURN_IF_ERROR(send_angles(owned_cos_, rows.owned_row.size(), sizes.owned));
+  return send_angles(owned_sin_, rows.owned_row.size(), sizes.owned);
 }
 
 absl::Status StepArrays::SendTables(const SlotTable& slots, kernels::Stream& stream) {

@@ -12,6 +12,13 @@
 
 namespace weft {
 
+// What the kernels of a step are launched for: what the step has, or more.
+struct StepSizes {
+  std::int32_t rows = 0;
+  std::int32_t owned = 0;
+  std::int32_t logits = 0;
+};
+
 // What kernels read of a step's rows and of the slots' block tables, where they can: on a device
 // that is a copy, as of the last Send(). One thread.
 class StepArrays {
@@ -20,11 +27,11 @@ class StepArrays {
                                            std::int32_t max_blocks_per_seq, std::int32_t rotary_dim,
                                            kernels::Stream& stream);
 
-  // Overwrites all of it; `token_ids` are the rows'. Rows up to num_rows that are not in `rows` are
-  // of token 0, see and store nothing; there, as many are owned as there are rows, and all have
-  // logits. The stream has run everything before.
+  // Overwrites all of it; `token_ids` are the rows'. Up to `sizes` it is filled up: with rows of
+  // token 0 that see nothing, rows that are owned but not stored, and rows that have logits. The
+  // stream has run everything before.
   absl::Status Send(const StepRows& rows, absl::Span<const std::int32_t> token_ids,
-                    std::int32_t num_rows, const RopeFrequencies& rope, kernels::Stream& stream);
+                    const StepSizes& sizes, const RopeFrequencies& rope, kernels::Stream& stream);
   // Tables changed.
   absl::Status SendTables(const SlotTable& slots, kernels::Stream& stream);
 

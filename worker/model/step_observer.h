@@ -14,7 +14,8 @@ class StepObserver {
   virtual ~StepObserver() = default;
   // The plan's deltas are in `slots`; nothing of the step has been computed.
   virtual void OnStepBegin(const StepPlan& plan, const SlotTable& slots) = 0;
-  // K and V of the step's rows are stored in layer `layer`. Not for plans without rows.
+  // K and V of the step's rows are stored in layer `layer`. Not for plans without rows, and not on
+  // devices, where they are stored when the step ends.
   virtual void OnLayerStored(std::int32_t layer) = 0;
   virtual void OnStepEnd() = 0;
 };

@@ -3,17 +3,20 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "server/base/check.h"
 #include "server/base/log.h"
 
 namespace weft {
 
 KvMover::KvMover(std::unique_ptr<Fabric> fabric, const KvRank& rank, const KvMoverOptions& options,
-                 OnReport on_report)
+                 OnReport on_report, std::unique_ptr<kernels::DeviceStream> device, KvCopier copier)
     : fabric_(std::move(fabric)),
       rank_(rank),
       on_report_(std::move(on_report)),
-      sender_(*fabric_, rank_, options),
-      receiver_(*fabric_, rank_, options) {
+      device_(std::move(device)),
+      copier_(std::move(copier)),
+      sender_(*fabric_, rank_, copier_, options),
+      receiver_(*fabric_, rank_, copier_, options) {
   fabric_->Receive(Channel::kKv, [this](std::uint32_t, absl::Span<const std::byte> payload) {
     HandleMessage(payload);
   });
@@ -105,6 +108,10 @@ void KvMover::HandleMessage(absl::Span<const std::byte> payload) {
 }
 
 void KvMover::Run() {
+  if (device_ != nullptr) {
+    const absl::Status bound = device_->BindThread();
+    CHECK_MSG(bound.ok(), std::string(bound.message()));
+  }
   absl::Time next_sweep = absl::Now();
   while (!stop_) {
     bool moved = fabric_->Progress();

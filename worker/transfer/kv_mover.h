@@ -32,9 +32,11 @@ class KvMover final : public StepObserver {
   // On the executor's thread or ours, with no lock held; may block for a moment.
   using OnReport = std::function<void(const KvReport& report)>;
 
-  // Takes over `fabric`: all its use from here on is on this mover's thread. `cache` outlives it.
+  // Takes over `fabric`: all its use from here on is on this mover's thread. The cache outlives it;
+  // where that is in a device's memory, `copier` is made for it on a stream of its own, `device`.
   KvMover(std::unique_ptr<Fabric> fabric, const KvRank& rank, const KvMoverOptions& options,
-          OnReport on_report);
+          OnReport on_report, std::unique_ptr<kernels::DeviceStream> device = nullptr,
+          KvCopier copier = {});
   ~KvMover() override;
   KvMover(const KvMover&) = delete;
   KvMover& operator=(const KvMover&) = delete;
@@ -58,6 +60,8 @@ class KvMover final : public StepObserver {
   std::unique_ptr<Fabric> fabric_;  // destroyed first: until then it may read what is being sent
   const KvRank rank_;
   const OnReport on_report_;
+  const std::unique_ptr<kernels::DeviceStream> device_;
+  KvCopier copier_ ABSL_GUARDED_BY(mutex_);
   mutable Mutex mutex_;
   KvSender sender_ ABSL_GUARDED_BY(mutex_);
   KvReceiver receiver_ ABSL_GUARDED_BY(mutex_);

@@ -165,8 +165,9 @@ absl::Status KvReceiver::StoreOffer(const KvMessage& offer, const Peer& peer, Tr
 
 absl::Status KvReceiver::Store(const KvMessage& message, const Peer& peer, Transfer& transfer) {
   RETURN_IF_ERROR(CheckRows(message, transfer, *peer.layout));
-  ScatterKvRows({.cache = *rank_.cache, .layout = rank_.own(), .table = transfer.table},
-                *peer.layout, message.range, message.payload);
+  RETURN_IF_ERROR(
+      copier_.Scatter({.cache = *rank_.cache, .layout = rank_.own(), .table = transfer.table},
+                      *peer.layout, message.range, message.payload));
   const auto bytes = static_cast<std::int64_t>(message.payload.size());
   received_bytes_ += bytes;
   const auto from = static_cast<std::size_t>(peer.layout->rank());

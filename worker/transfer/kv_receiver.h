@@ -13,6 +13,7 @@
 #include "worker/engine/step_plan.h"
 #include "worker/group/fabric.h"
 #include "worker/model/step_rows.h"
+#include "worker/transfer/kv_copier.h"
 #include "worker/transfer/kv_message.h"
 #include "worker/transfer/kv_peer_memory.h"
 #include "worker/transfer/kv_rank.h"
@@ -25,9 +26,11 @@ namespace weft {
 // One thread at a time; what takes messages runs on the fabric's.
 class KvReceiver {
  public:
-  KvReceiver(Fabric& fabric, const KvRank& rank, const KvMoverOptions& options)
+  // `copier` is of this rank's KV.
+  KvReceiver(Fabric& fabric, const KvRank& rank, KvCopier& copier, const KvMoverOptions& options)
       : fabric_(fabric),
         rank_(rank),
+        copier_(copier),
         checksum_(options.checksum),
         shared_memory_(options.shared_memory) {}
 
@@ -75,6 +78,7 @@ class KvReceiver {
 
   Fabric& fabric_;
   const KvRank& rank_;
+  KvCopier& copier_;
   const bool checksum_;
   const bool shared_memory_;
   absl::flat_hash_map<std::uint64_t, Transfer> transfers_;

@@ -21,13 +21,6 @@ constexpr absl::Duration kPeerCheck = absl::Milliseconds(500);
 // An answer to a greeting that is lost: the peer is gone.
 constexpr absl::Duration kWelcomeTimeout = absl::Seconds(10);
 
-// 16 rows of all heads fit: a message gets on.
-std::int64_t BufferBytes(const KvRank& rank, const KvMoverOptions& options) {
-  const KvCacheShape& shape = rank.cache->shape();
-  const std::int64_t tile = kKvTile * KvRowBytes(shape, shape.num_kv_heads);
-  return (std::max(options.message_bytes, tile) + 63) / 64 * 64;
-}
-
 // Of a message with its header.
 std::int64_t SlotBytes(std::int64_t buffer_bytes) {
   return buffer_bytes + static_cast<std::int64_t>(kKvHeaderBytes);
@@ -56,6 +49,12 @@ void LogDone(std::uint64_t transfer, std::int64_t bytes, std::int64_t overlapped
 
 }  // namespace
 
+std::int64_t KvMessageBytes(const KvRank& rank, const KvMoverOptions& options) {
+  const KvCacheShape& shape = rank.cache->shape();
+  const std::int64_t tile = kKvTile * KvRowBytes(shape, shape.num_kv_heads);
+  return (std::max(options.message_bytes, tile) + 63) / 64 * 64;
+}
+
 struct KvSender::Peer {
   enum class State : std::uint8_t { kWaiting, kGreeted, kWelcome, kLost };
   State state = State::kWaiting;
@@ -76,11 +75,13 @@ struct KvSender::Peer {
   std::deque<Message> untaken;  // in the order they were sent
 };
 
-KvSender::KvSender(Fabric& fabric, const KvRank& rank, const KvMoverOptions& options)
+KvSender::KvSender(Fabric& fabric, const KvRank& rank, KvCopier& copier,
+                   const KvMoverOptions& options)
     : fabric_(fabric),
       rank_(rank),
+      copier_(copier),
       options_(options),
-      buffer_bytes_(BufferBytes(rank, options)),
+      buffer_bytes_(KvMessageBytes(rank, options)),
       staging_(MakeStaging(SlotBytes(buffer_bytes_), options.staging_bytes, fabric)) {
   const auto count = static_cast<int>(static_cast<std::int64_t>(staging_.bytes().size()) /
                                       SlotBytes(buffer_bytes_));
@@ -330,18 +331,22 @@ bool KvSender::SendNext(Transfer& transfer, Route& route, absl::Time now) {
                         .heads = route.route.heads,
                         .first_position = route.position,
                         .end_position = transfer.rows[route.range].end_position};
-    const std::int64_t bytes =
-        PackKvRows({.cache = *rank_.cache, .layout = rank_.own(), .table = transfer.table},
-                   transfer.to[route.route.to_rank], range,
-                   {payload, static_cast<std::size_t>(buffer_bytes_)});
+    const absl::StatusOr<std::int64_t> bytes =
+        copier_.Pack({.cache = *rank_.cache, .layout = rank_.own(), .table = transfer.table},
+                     transfer.to[route.route.to_rank], range,
+                     {payload, static_cast<std::size_t>(buffer_bytes_)});
+    if (!bytes.ok()) {
+      transfer.status.Update(bytes.status());
+      return false;
+    }
     route.position = range.end_position;
-    if (bytes == 0) continue;  // the peer owns none of them
+    if (*bytes == 0) continue;  // the peer owns none of them
     free_buffers_.pop_back();
     if (options_.bandwidth_limit > 0) {
       next_send_ = std::max(now, next_send_) +
-                   absl::Seconds(static_cast<double>(bytes) / options_.bandwidth_limit);
+                   absl::Seconds(static_cast<double>(*bytes) / options_.bandwidth_limit);
     }
-    SendRows(peer, transfer, route, range, buffer, bytes, now);
+    SendRows(peer, transfer, route, range, buffer, *bytes, now);
     return true;
   }
   return false;

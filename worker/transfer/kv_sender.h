@@ -13,6 +13,7 @@
 #include "worker/engine/step_plan.h"
 #include "worker/group/fabric.h"
 #include "worker/model/step_rows.h"
+#include "worker/transfer/kv_copier.h"
 #include "worker/transfer/kv_message.h"
 #include "worker/transfer/kv_peer_memory.h"
 #include "worker/transfer/kv_rank.h"
@@ -20,13 +21,18 @@
 
 namespace weft {
 
+// The most bytes of rows in a message that a rank sends: 16 rows of all its heads fit, so that it
+// gets on.
+std::int64_t KvMessageBytes(const KvRank& rank, const KvMoverOptions& options);
+
 // Sends KV to the ranks of other groups, as soon as it is there. What is on its way is bounded
 // twice: by the staging buffers, and by what each peer has not yet taken.
 //
 // One thread at a time; Pump() and what takes messages run on the fabric's.
 class KvSender {
  public:
-  KvSender(Fabric& fabric, const KvRank& rank, const KvMoverOptions& options);
+  // `copier` is of this rank's KV, and takes KvMessageBytes() at once.
+  KvSender(Fabric& fabric, const KvRank& rank, KvCopier& copier, const KvMoverOptions& options);
   ~KvSender();
 
   // kSend, kSendRows. What cannot be done is reported by Pump().
@@ -100,6 +106,7 @@ class KvSender {
 
   Fabric& fabric_;
   const KvRank& rank_;
+  KvCopier& copier_;
   const KvMoverOptions options_;
   const std::int64_t buffer_bytes_;  // of the payload of a message
   KvStaging staging_;

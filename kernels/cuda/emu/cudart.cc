@@ -1,10 +1,13 @@
 #include "kernels/cuda/emu/cudart.h"
 
+#include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -23,8 +26,13 @@ class Graph {
 class Stream {
  public:
   std::vector<Work> pending;
+  std::size_t next = 0;  // of them; those before have run
   Graph* capturing = nullptr;
   cudaError_t error = cudaSuccess;  // sticky, as a lost context is
+};
+
+struct Event {
+  std::chrono::steady_clock::time_point reached;
 };
 
 namespace {
@@ -45,6 +53,8 @@ cudaError_t Explain(cudaError_t error, std::string message) {
 struct Allocations {
   Mutex mutex;
   std::map<const std::byte*, std::size_t> sizes ABSL_GUARDED_BY(mutex);
+  std::size_t used ABSL_GUARDED_BY(mutex) = 0;
+  std::size_t limit ABSL_GUARDED_BY(mutex) = 0;  // of all of them together; 0: none
 
   bool Holds(const void* data, std::size_t bytes) {
     MutexLock lock(mutex);
@@ -56,15 +66,54 @@ struct Allocations {
   }
 };
 Allocations& DeviceMemory() {
-  static auto* memory = new Allocations;
-  return *memory;
+  static Allocations& memory = *[] {
+    auto* const made = new Allocations;
+    if (const char* const text = std::getenv("CUDA_EMU_MEMORY_BYTES")) {
+      MutexLock lock(made->mutex);
+      made->limit = std::strtoull(text, nullptr, 10);
+    }
+    return made;
+  }();
+  return memory;
 }
 
-cudaError_t RunPending(Stream& stream) {
-  std::vector<Work> work = std::exchange(stream.pending, {});
-  for (const Work& item : work) {
-    if (stream.error == cudaSuccess) stream.error = item();
+struct Fault {
+  Mutex mutex;
+  std::string what ABSL_GUARDED_BY(mutex);
+  long left ABSL_GUARDED_BY(mutex) = 0;
+
+  void Set(std::string_view text) {
+    constexpr std::string_view kAfter = " after ";
+    const std::size_t at = text.rfind(kAfter);
+    MutexLock lock(mutex);
+    what = text.substr(0, at);
+    left = at == text.npos
+               ? 0
+               : std::strtol(std::string(text.substr(at + kAfter.size())).c_str(), nullptr, 10);
   }
+};
+Fault& TheFault() {
+  static Fault& fault = *[] {
+    auto* const made = new Fault;
+    const char* const text = std::getenv("CUDA_EMU_FAULT");
+    made->Set(text != nullptr ? text : "");
+    return made;
+  }();
+  return fault;
+}
+
+// As far as it goes.
+cudaError_t RunPending(Stream& stream) {
+  while (stream.next < stream.pending.size()) {
+    if (stream.error == cudaSuccess) {
+      const cudaError_t error = stream.pending[stream.next]();
+      if (error == cudaErrorNotReady) return error;
+      stream.error = error;
+    }
+    ++stream.next;
+  }
+  stream.pending.clear();
+  stream.next = 0;
   return stream.error;
 }
 
@@ -79,10 +128,27 @@ void Enqueue(Stream* stream, Work work) {
   queue.push_back(std::move(work));
 }
 
-cudaError_t LaunchGrid(dim3 grid, dim3 block, std::size_t dynamic_shared_bytes,
+void SetFault(std::string_view text) { TheFault().Set(text); }
+
+bool TakeFault(std::string_view what) {
+  Fault& fault = TheFault();
+  MutexLock lock(fault.mutex);
+  return !fault.what.empty() && fault.what == what && --fault.left < 0;
+}
+
+void SetDeviceMemory(std::size_t bytes) {
+  Allocations& memory = DeviceMemory();
+  MutexLock lock(memory.mutex);
+  memory.limit = bytes;
+}
+
+cudaError_t LaunchGrid(const char* name, dim3 grid, dim3 block, std::size_t dynamic_shared_bytes,
                        const std::function<void()>& thread_main) {
-  std::string fault = RunGrid(grid, block, dynamic_shared_bytes, thread_main);
-  return fault.empty() ? cudaSuccess : Explain(cudaErrorLaunchFailure, std::move(fault));
+  std::string fault = TakeFault(std::string("kernel ") + name)
+                          ? "an illegal memory access, for a test"
+                          : RunGrid(grid, block, dynamic_shared_bytes, thread_main);
+  if (fault.empty()) return cudaSuccess;
+  return Explain(cudaErrorLaunchFailure, fmt::format("{}: {}", name, fault));
 }
 
 }  // namespace weft::cuda_emu
@@ -99,6 +165,8 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorMemoryAllocation";
     case cudaErrorInvalidConfiguration:
       return "cudaErrorInvalidConfiguration";
+    case cudaErrorNotReady:
+      return "cudaErrorNotReady";
     case cudaErrorNoDevice:
       return "cudaErrorNoDevice";
     case cudaErrorLaunchFailure:
@@ -141,7 +209,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int /*device*/) 
 }
 
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
-  *free = *total = kDeviceBytes;
+  Allocations& memory = DeviceMemory();
+  weft::MutexLock lock(memory.mutex);
+  *total = memory.limit > 0 ? memory.limit : kDeviceBytes;
+  *free = *total - (memory.limit > 0 ? std::min(memory.used, memory.limit) : 0);
   return cudaSuccess;
 }
 
@@ -153,6 +224,16 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*flags*/) 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   if (captures > 0)
     return Explain(cudaErrorStreamCaptureUnsupported, "a wait while a graph is captured");
+  cudaError_t error = cudaSuccess;
+  while ((error = RunPending(*stream)) == cudaErrorNotReady) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return error;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (captures > 0)
+    return Explain(cudaErrorStreamCaptureUnsupported, "a query while a graph is captured");
   return RunPending(*stream);
 }
 
@@ -164,13 +245,15 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaMalloc(void** data, std::size_t bytes) {
   if (captures > 0)
     return Explain(cudaErrorStreamCaptureUnsupported, "cudaMalloc while a graph is captured");
-  if (bytes > kDeviceBytes || posix_memalign(data, 256, bytes) != 0) {
-    return Explain(cudaErrorMemoryAllocation, fmt::format("cannot allocate {} bytes", bytes));
-  }
-  std::memset(*data, 0xFF, bytes);
   Allocations& memory = DeviceMemory();
   weft::MutexLock lock(memory.mutex);
+  const bool fits = memory.limit > 0 ? memory.used + bytes <= memory.limit : bytes <= kDeviceBytes;
+  if (!fits || posix_memalign(data, 256, bytes) != 0) {
+    return Explain(cudaErrorMemoryAllocation, "out of memory");
+  }
+  std::memset(*data, 0xFF, bytes);
   memory.sizes[static_cast<std::byte*>(*data)] = bytes;
+  memory.used += bytes;
   return cudaSuccess;
 }
 
@@ -178,9 +261,12 @@ cudaError_t cudaFree(void* data) {
   if (data == nullptr) return cudaSuccess;
   Allocations& memory = DeviceMemory();
   weft::MutexLock lock(memory.mutex);
-  if (memory.sizes.erase(static_cast<std::byte*>(data)) == 0) {
+  const auto at = memory.sizes.find(static_cast<std::byte*>(data));
+  if (at == memory.sizes.end()) {
     return Explain(cudaErrorInvalidValue, "cudaFree of what cudaMalloc did not give");
   }
+  memory.used -= at->second;
+  memory.sizes.erase(at);
   std::free(data);
   return cudaSuccess;
 }
@@ -226,6 +312,29 @@ cudaError_t cudaMemsetAsync(void* data, int value, std::size_t bytes, cudaStream
     std::memset(data, value, bytes);
     return cudaSuccess;
   });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = new Event;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  Enqueue(stream, [event] {
+    event->reached = std::chrono::steady_clock::now();
+    return cudaSuccess;
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  *milliseconds = std::chrono::duration<float, std::milli>(end->reached - start->reached).count();
   return cudaSuccess;
 }
 

@@ -45,7 +45,7 @@ class KvOfferTest : public ::testing::Test {
     });
     from_.Fill(0, kLength);
     rank_ = to_.Rank(0);
-    receiver_ = std::make_unique<KvReceiver>(*receiver_fabric_, rank_, KvMoverOptions{});
+    receiver_ = std::make_unique<KvReceiver>(*receiver_fabric_, rank_, copier_, KvMoverOptions{});
     StepPlan plan;
     plan.table_deltas = {{.slot = 0, .num_blocks = static_cast<std::int32_t>(to_.table.size())}};
     plan.delta_blocks = to_.table;
@@ -131,6 +131,7 @@ class KvOfferTest : public ::testing::Test {
   KvGroup from_, to_;
   SlotTable slots_;
   KvRank rank_;
+  KvCopier copier_;
   std::unique_ptr<Fabric> sender_fabric_ = NewFabric(), receiver_fabric_ = NewFabric();
   KvStaging staging_ = Staging(*sender_fabric_);
   std::unique_ptr<KvReceiver> receiver_;

@@ -130,13 +130,14 @@ class KvPeersTest : public ::testing::Test {
   std::mt19937 random_{1};
   KvGroup kv_;
   KvRank rank_;
+  KvCopier copier_;
   StepPlan plan_;
   SlotTable slots_{1, 4};
 };
 
 TEST_F(KvPeersTest, ASenderForgetsRanksThatWereStartedAgain) {
   WelcomingFabric fabric;
-  KvSender sender(fabric, rank_, {.staging_bytes = 1 << 16});
+  KvSender sender(fabric, rank_, copier_, {.staging_bytes = 1 << 16});
   absl::Time now = absl::UnixEpoch();
   for (std::uint64_t transfer = 1; transfer <= 10000; ++transfer) {
     std::vector<KvReport> reports;
@@ -162,7 +163,7 @@ TEST_F(KvPeersTest, ASenderForgetsRanksThatWereStartedAgain) {
 
 TEST_F(KvPeersTest, AReceiverHasOneConnectionOfEachRankThatIsThere) {
   WelcomingFabric fabric;
-  KvReceiver receiver(fabric, rank_, {});
+  KvReceiver receiver(fabric, rank_, copier_, {});
   const auto greet = [&](std::uint64_t connection, const std::string& address) {
     const std::string hello = Endpoint(address);
     receiver.OnHello({.type = KvMessageType::kHello,
