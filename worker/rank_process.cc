@@ -77,7 +77,6 @@ RankModelOptions ModelOptionsOf(const RankProcessOptions& options) {
                      .min_block_size = flags.device == Device::kCpu ? 128 : 256,
                      .replicate_query = flags.dcp_replicate_query},
           .device = flags.device,
-          .graphs = flags.device != Device::kCpu && !flags.enforce_eager,
           .features = flags.Features(),
           .rank = options.rank,
           .dtype = ParseDType(flags.dtype),
@@ -229,7 +228,8 @@ class RankProcess {
                                   .max_num_batched_tokens = options_.group.max_num_batched_tokens,
                                   .exchange = model_options_.exchange,
                                   .stall_timeout = options_.group.stall_timeout,
-                                  .graphs = model_options_.graphs},
+                                  .graphs = model_options_.device != Device::kCpu &&
+                                            !options_.group.enforce_eager},
                                  *fabric_, stream(), progress_, std::move(kv)));
     spdlog::info("memory: {:.1f} MB weights, {:.1f} MB KV, {:.1f} MB workspace",
                  static_cast<double>(model_->weights.SizeBytes()) / 1e6,

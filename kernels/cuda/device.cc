@@ -9,6 +9,7 @@
 #include "fmt/format.h"
 #include "kernels/cuda/attention.h"
 #include "kernels/cuda/elementwise.h"
+#include "kernels/cuda/grouped_linear.h"
 #include "kernels/cuda/gumbel_argmax.h"
 #include "kernels/cuda/kv_append.h"
 #include "kernels/cuda/kv_copy.h"
@@ -230,6 +231,32 @@ absl::Status CudaDevice::Embedding(const kernels::EmbeddingParams& p) {
       return embed(Float16());
   }
   return absl::InternalError("Embedding: unreachable");
+}
+
+absl::Status CudaDevice::ExpertLinear(const ExpertLinearParams& p) {
+  const auto multiply = [&]<typename W>(W) {
+    return cuda::GroupedLinear<W>({.x = p.x,
+                                   .row_of = p.row_of,
+                                   .expert_begin = p.expert_begin,
+                                   .weights = reinterpret_cast<const W* const*>(p.weights),
+                                   .y = p.y,
+                                   .num_experts = p.num_experts,
+                                   .max_rows = p.max_rows,
+                                   .in_features = p.in_features,
+                                   .out_features = p.out_features,
+                                   .x_stride = p.in_features,
+                                   .y_stride = p.out_features},
+                                  *stream_);
+  };
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return multiply(float());
+    case DType::kBFloat16:
+      return multiply(BFloat16());
+    case DType::kFloat16:
+      return multiply(Float16());
+  }
+  return absl::InternalError("ExpertLinear: unreachable");
 }
 
 absl::Status CudaDevice::GatherRows(const kernels::GatherRowsParams& p) {

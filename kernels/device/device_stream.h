@@ -13,6 +13,7 @@ namespace weft::kernels {
 
 struct CombineExpertsParams;
 struct EmbeddingParams;
+struct ExpertLinearParams;
 struct GatherRowsParams;
 struct GqaAttentionParams;
 struct GumbelArgmaxParams;
@@ -86,6 +87,7 @@ class DeviceStream : public Stream {
 
   virtual absl::Status CombineExperts(const CombineExpertsParams& params) = 0;
   virtual absl::Status Embedding(const EmbeddingParams& params) = 0;
+  virtual absl::Status ExpertLinear(const ExpertLinearParams& params) = 0;
   virtual absl::Status GatherRows(const GatherRowsParams& params) = 0;
   virtual absl::Status GqaAttention(const GqaAttentionParams& params, void* workspace) = 0;
   virtual std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_q_heads,

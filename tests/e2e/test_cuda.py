@@ -72,11 +72,6 @@ def test_integer_weights_are_refused_by_name():
     assert code == EX_CONFIG and "--quantization: --device=cuda-emu has no kernels" in said, said
 
 
-def test_experts_replay_no_graphs():
-    code, said = worker("--model", golden_dir("mixtral"), *EMULATED)
-    assert code == EX_CONFIG and "--enforce-eager" in said, said
-
-
 def test_programs_link_no_cuda():
     for program in ("weft-worker", "weft", "weft-router"):
         needed = re.findall(r"\(NEEDED\).*\[(.*)\]",

@@ -65,38 +65,46 @@ EngineRequest Greedy(const Golden& golden, const std::string& prompt, int num_to
   return request;
 }
 
+// Products of experts are slow under emulation: one of those models has every case, the others a
+// short one.
+bool IsSlow(const std::string& name, const std::filesystem::path& dir) {
+  return LoadModelConfig(dir)->moe.has_value() && name != "deepseek_v2_lite";
+}
+
 // Prompts of several lengths at once, so that steps have prompts' rows beside decoded ones.
 TEST_P(CudaEmuGroupTest, GreedyTokensAreTheReferences) {
   WEFT_GOLDEN_OR_SKIP(dir, GetParam());
   const Golden golden = LoadGolden(dir);
-  const bool experts = LoadModelConfig(dir)->moe.has_value();
   for (const Layout& layout :
        {Layout{1, 1, 16, 1, DcpExchange::kAgRs}, Layout{2, 2, 16, 2, DcpExchange::kAgRs},
         Layout{2, 2, 48, 4, DcpExchange::kA2a}}) {
+    const bool slow = IsSlow(GetParam(), dir);
+    if (slow && layout.exchange != DcpExchange::kA2a) continue;
     SCOPED_TRACE(layout.Name());
     LocalGroupOptions options = OptionsOf(dir, layout);
     options.model.max_num_seqs = 4;
-    options.model.graphs = options.rank.graphs = !experts;
+    options.rank.graphs = true;
     auto group = LocalGroup::Start(options);
     ASSERT_TRUE(group.ok()) << group.status();
     std::vector<EngineRequest> requests;
-    const std::vector<std::string> names = {"len1", "len7", "len33"};
-    constexpr int kTokens = 12;
-    for (const std::string& name : names) requests.push_back(Greedy(golden, name, kTokens));
+    std::vector<std::string> names = {"len1", "len7", "len33"};
+    if (slow) names.pop_back();
+    const int num_tokens = slow ? 4 : 12;
+    for (const std::string& name : names) requests.push_back(Greedy(golden, name, num_tokens));
     const std::vector<Completion> done = (*group)->Generate(std::move(requests));
     for (std::size_t i = 0; i < names.size(); ++i) {
       ASSERT_TRUE(done[i].status.ok()) << done[i].status << (*group)->status();
       const std::vector<std::int32_t>& greedy = golden.Prompt(names[i]).greedy;
       EXPECT_EQ(done[i].token_ids,
-                std::vector<std::int32_t>(greedy.begin(), greedy.begin() + kTokens))
+                std::vector<std::int32_t>(greedy.begin(), greedy.begin() + num_tokens))
           << names[i];
     }
   }
 }
 
-std::vector<EngineRequest> ManyRequests(const Golden& golden) {
+std::vector<EngineRequest> ManyRequests(const Golden& golden, int count) {
   std::vector<EngineRequest> requests;
-  for (int i = 0; i < 7; ++i) {
+  for (int i = 0; i < count; ++i) {
     EngineRequest request;
     request.prompt_token_ids = golden.Prompt(i % 2 == 0 ? "len7" : "len33").ids;
     request.max_tokens = 3 + 2 * i;
@@ -115,24 +123,21 @@ std::vector<EngineRequest> ManyRequests(const Golden& golden) {
 // graph has kept of the step that it was recorded in would show.
 TEST_P(CudaEmuGroupTest, AReplayGivesTheBitsOfLaunchesOneByOne) {
   WEFT_GOLDEN_OR_SKIP(dir, GetParam());
-  const Golden golden = LoadGolden(dir);
+  if (IsSlow(GetParam(), dir)) return;
   const bool experts = LoadModelConfig(dir)->moe.has_value();
+  const Golden golden = LoadGolden(dir);
   for (const Layout& layout :
        {Layout{1, 1, 16, 1, DcpExchange::kAgRs}, Layout{2, 2, 16, 2, DcpExchange::kA2a}}) {
     SCOPED_TRACE(layout.Name());
     LocalGroupOptions options = OptionsOf(dir, layout);
-    options.model.max_num_seqs = 5;
+    options.model.max_num_seqs = experts ? 2 : 5;
     options.model.max_num_batched_tokens = 40;
     std::vector<Completion> done[2];
     for (const bool graphs : {false, true}) {
-      options.model.graphs = options.rank.graphs = graphs;
+      options.rank.graphs = graphs;
       auto group = LocalGroup::Start(options);
-      if (graphs && experts) {
-        EXPECT_EQ(group.status().code(), absl::StatusCode::kInvalidArgument);
-        return;
-      }
       ASSERT_TRUE(group.ok()) << group.status();
-      done[graphs] = (*group)->Generate(ManyRequests(golden));
+      done[graphs] = (*group)->Generate(ManyRequests(golden, experts ? 3 : 7));
     }
     for (std::size_t i = 0; i < done[0].size(); ++i) {
       ASSERT_TRUE(done[1][i].status.ok()) << done[1][i].status;

@@ -103,14 +103,6 @@ std::string ExtraWeights(const ModelConfig& config, const ShardLayout& layout, D
   return text;
 }
 
-absl::Status CheckGraphs(const RankModelOptions& options, const ModelConfig& config) {
-  if (!options.graphs || !config.moe.has_value()) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      fmt::format("{} replays graphs of steps, which are not there for mixtures of experts; give "
-                  "--enforce-eager",
-                  DeviceName(options.device)));
-}
-
 // A model as its files describe it, before any weight is read.
 struct Described {
   ModelConfig config;
@@ -132,7 +124,6 @@ struct Described {
           fmt::format("--max-model-len is {}; this model has positions for at most {}",
                       *options.max_model_len, config.max_position_embeddings));
     }
-    RETURN_IF_ERROR(CheckGraphs(options, config));
     RETURN_IF_ERROR(CheckRanksCanShare(config, layout, options.expert_parallel));
     if (options.quantization.has_value() && options.device != Device::kCpu) {
       return absl::InvalidArgumentError(

@@ -22,7 +22,6 @@ struct RankModelOptions {
   std::filesystem::path model_dir;
   LayoutOptions layout;
   Device device = Device::kCpu;
-  bool graphs = false;            // of steps, on a device
   std::vector<Feature> features;  // that are asked for; the capability table says what is refused
   std::int32_t rank = 0;
   std::optional<DType> dtype;                // absent: the checkpoint's
