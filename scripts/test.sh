@@ -30,6 +30,12 @@ run_tests() {
 }
 
 scripts/build.sh release
+# Where nvcc is, the module for GPUs, of one architecture: tests/e2e/test_cuda.py opens it.
+if PATH=$PATH:/usr/local/cuda/bin command -v nvcc >/dev/null; then
+  [ -f build/cuda/CMakeCache.txt ] ||
+    cmake --preset cuda -DWEFT_CUDA_ARCHITECTURES=90a-real -DWEFT_TESTS=OFF >/dev/null
+  scripts/build.sh cuda weft_cuda
+fi
 if [ "$all" = 1 ]; then
   run_tests release -LE full_product
   run_tests release -L full_product -j "$jobs"
