@@ -123,7 +123,6 @@ BAD_STARTS = [
     (["--prefill-context-parallel-size=2"], "prefill-context-parallel-size"),
     (["--device=cuda"], "libweft_cuda.so"),
     (["--device=cuda-emu", "--enforce-eager", "--quantization=int8"], "no kernels for integer weights"),
-    (["--device=cuda", "-tp", 2], "graphs of steps, which are there for one rank alone; give --enforce-eager"),
     (["--speculative-config={}"], "--speculative-config: "),
     (["--max-model-len=1000000"], "512"),
     (["-tp", 2, "--max-model-len=512", "--num-gpu-blocks-override=2", "--block-size=16"], "32"),
