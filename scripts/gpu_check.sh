@@ -9,10 +9,10 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
-dry_run=() out=/dev/null preset=cuda
+dry_run=() out=/dev/null preset=cuda targets=(cuda_bench cuda_kernels_test)
 while [ $# -gt 0 ]; do
   case "$1" in
-    --dry-run) dry_run=(--dry-run) preset=release ;;
+    --dry-run) dry_run=(--dry-run) preset=release targets=(cuda_bench) ;;
     -o) out=${2:?-o wants a file}; shift ;;
     *) echo "scripts/gpu_check.sh: unknown argument '$1'; there are --dry-run and -o FILE" >&2; exit 2 ;;
   esac
@@ -26,7 +26,7 @@ fi
 bin=${WEFT_BIN_DIR:-}
 if [ -z "$bin" ]; then
   export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
-  cmake --preset "$preset" >/dev/null && cmake --build "build/$preset" --target cuda_bench >/dev/null || exit 2
+  cmake --preset "$preset" >/dev/null && cmake --build "build/$preset" --target "${targets[@]}" >/dev/null || exit 2
   bin=build/$preset/bin
 fi
 
@@ -55,6 +55,12 @@ trap 'rm -f "$peaks"' EXIT
 group peaks 40 bash -c '"$@" | tee "$0"; exit "${PIPESTATUS[0]}"' "$peaks" "$bin/cuda_bench" "${dry_run[@]}" peaks
 read -r copy flops < <(sed -n 's/.*"copy_bytes_per_s":\([0-9.e+]*\),"bf16_flops":\([0-9.e+]*\).*/\1 \2/p' "$peaks")
 ceilings=(--copy-bytes-per-s "${copy:-0}" --bf16-flops "${flops:-0}")
+# Every kernel against the CPU's; under emulation ctest does it.
+if [ ${#dry_run[@]} = 0 ]; then
+  kernels() { "$bin/cuda_kernels_test" --gtest_brief=1 --gtest_filter=-*CostTest* >&2; }
+  export -f kernels; export bin
+  group kernels 60 bash -c kernels
+fi
 bench gqa 70
 bench mla 70
 bench merge 20

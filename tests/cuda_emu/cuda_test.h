@@ -20,6 +20,22 @@
 // CUDA kernels against the CPU's, which are the oracle: in fp32, of inputs rounded as the GPU's
 // are.
 
+#ifndef WEFT_CUDA_EMU
+// On a GPU nobody chooses the order of threads, and nobody counts: no *CostTest* runs there.
+namespace weft::cuda_emu {
+enum class Order : std::uint8_t { kFifo };
+inline constexpr Order kOrders[] = {Order::kFifo};
+inline const char* OrderName(Order) { return "hardware"; }
+inline void SetOrder(Order, std::uint64_t = 0) {}
+struct Counters {
+  std::int64_t launches = 0, matrix_loads = 0, bank_conflicts = 0;
+  std::int64_t global_read_bytes = 0, global_written_bytes = 0;
+};
+inline Counters CountersOfThread() { return {}; }
+inline void ResetCounters() {}
+}  // namespace weft::cuda_emu
+#endif
+
 namespace weft::kernels::cuda {
 
 // As kernels::NumSeeds(), of which an emulated GPU takes other shares.

@@ -78,13 +78,16 @@ void ExpectTheReferencesTokensAfterAHandOff(const LocalGroupOptions& decode_opti
   auto decode = LocalGroup::Start(decode_options);
   ASSERT_TRUE(prefill.ok() && decode.ok()) << prefill.status() << decode.status();
   PdPair pair(**prefill, **decode);
-  const GoldenPrompt& prompt = golden.Prompt("len130");
+  const bool slow = decode_options.model.device == Device::kCudaEmu;
+  const GoldenPrompt& prompt = golden.Prompt(slow ? "len33" : "len130");
+  std::vector<std::int32_t> greedy = prompt.greedy;
+  if (slow) greedy.resize(6);
   EngineRequest request;
   request.prompt_token_ids = prompt.ids;
-  request.max_tokens = static_cast<std::int32_t>(prompt.greedy.size());
+  request.max_tokens = static_cast<std::int32_t>(greedy.size());
   request.ignore_eos = true;
   request.sampling.temperature = 0;
-  EXPECT_EQ(pair.Generate({std::move(request)}).front().token_ids, prompt.greedy);
+  EXPECT_EQ(pair.Generate({std::move(request)}).front().token_ids, greedy);
   EXPECT_EQ(pair.num_recomputed(), 0);
   EXPECT_GT((*decode)->kv_counters().received_bytes, 0);
 }
@@ -97,7 +100,7 @@ void ExpectTheReferencesTokens(const LocalGroupOptions& options) {
   int num_tokens = 48;
   if (options.model.device == Device::kCudaEmu) {  // which is slow
     names.pop_back();
-    num_tokens = 12;
+    num_tokens = 6;
   }
   int preemptions = 0;
   int cached = 0;
