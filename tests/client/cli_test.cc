@@ -157,8 +157,6 @@ TEST_F(CliTest, BadCommandLinesAreOneLineAndAConfigurationError) {
       {{"serve", "m", "--port=70000"}, "--port"},
       {{"serve", "m", "-tp", "3", "-dcp", "2"}, "--decode-context-parallel-size is 2"},
       {{"serve", "m", "--prefill-context-parallel-size=2"}, "only 1 is supported"},
-      {{"serve", "m", "--device=cuda", "--kv-transfer-config={\"kv_role\":\"kv_both\"}"},
-       "only --device=cpu hands KV over"},
       {{"serve", "m", "--speculative-config={}"}, "--speculative-config: "},
       {{"serve", "m", "--max-model-len=huge"}, "--max-model-len is \"huge\""},
       {{"serve", "m", "--dtype=int3"}, "--dtype"},
