@@ -1,7 +1,6 @@
 #include "kernels/head_exchange.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "kernels/device/device_stream.h"
 
@@ -34,7 +33,7 @@ absl::Status UnpackHeads(const HeadExchangeParams& params, const float* parts, f
     return device->UnpackHeads(params, parts, heads);
   ForEachPart(params, stream,
               [&](std::int64_t at_part, std::int64_t at_head, std::int64_t floats, std::int64_t) {
-                std::memcpy(heads + at_head, parts + at_part, floats * sizeof(float));
+                std::copy_n(parts + at_part, floats, heads + at_head);
               });
   return absl::OkStatus();
 }
@@ -46,7 +45,7 @@ absl::Status PackHeads(const HeadExchangeParams& params, const float* heads, flo
   ForEachPart(params, stream,
               [&](std::int64_t at_part, std::int64_t at_head, std::int64_t floats,
                   std::int64_t padded_floats) {
-                std::memcpy(parts + at_part, heads + at_head, floats * sizeof(float));
+                std::copy_n(heads + at_head, floats, parts + at_part);
                 std::fill(parts + at_part + floats, parts + at_part + padded_floats, padding);
               });
   return absl::OkStatus();
