@@ -11,6 +11,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/error_reason.h"
+#include "tests/server/manual_sink.h"
 
 namespace weft {
 namespace {
@@ -31,13 +32,11 @@ bool Append(Response& into, Response& next) {
   return true;
 }
 
-// A transport that does what the test says. Each event as "CALL:TOKENS", an end as "!CODE".
-struct ManualSink : StreamSink<v1::GenerateEvents> {
+// Each event as "CALL:TOKENS", an end as "!CODE".
+struct EventSink : ManualSink<v1::GenerateEvents> {
   void StartWrite(const v1::GenerateEvents& message) override {
-    EXPECT_FALSE(writing) << "two writes in flight";
-    EXPECT_FALSE(finished.has_value()) << "write after Finish";
+    ManualSink::StartWrite(message);
     EXPECT_GT(message.events_size(), 0);
-    writing = true;
     std::string text;
     for (const v1::GenerateEvent& event : message.events()) {
       text += fmt::format("{}{}:", text.empty() ? "" : " ", event.call());
@@ -49,16 +48,9 @@ struct ManualSink : StreamSink<v1::GenerateEvents> {
     written.push_back(text);
     bytes.push_back(message.ByteSizeLong());
   }
-  void Finish(const absl::Status& status) override {
-    EXPECT_FALSE(writing) << "Finish with a write in flight";
-    EXPECT_FALSE(finished.has_value()) << "second Finish";
-    finished = status;
-  }
-  bool writing = false;
   std::vector<std::string> written;
   std::vector<std::size_t> bytes;
   v1::GenerateEnd last_end;
-  std::optional<absl::Status> finished;
 };
 
 class MuxWriterTest : public ::testing::Test {
@@ -88,7 +80,7 @@ class MuxWriterTest : public ::testing::Test {
     mux_->OnWriteDone(ok);
   }
 
-  ManualSink sink_;
+  EventSink sink_;
   std::atomic<std::int64_t> total_ = 0;
   std::shared_ptr<MuxWriter> mux_;
   std::vector<std::uint64_t> cancelled_;

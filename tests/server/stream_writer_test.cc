@@ -12,6 +12,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/server/manual_sink.h"
 
 namespace weft {
 namespace {
@@ -26,22 +27,12 @@ bool Append(std::string& into, std::string& next) {
   return true;
 }
 
-// A transport that does what the test says.
-struct ManualSink : StreamSink<std::string> {
+struct RecordingSink : ManualSink<std::string> {
   void StartWrite(const std::string& message) override {
-    EXPECT_FALSE(writing) << "two writes in flight";
-    EXPECT_FALSE(finished.has_value()) << "write after Finish";
-    writing = true;
+    ManualSink::StartWrite(message);
     written.push_back(message);
   }
-  void Finish(const absl::Status& status) override {
-    EXPECT_FALSE(writing) << "Finish with a write in flight";
-    EXPECT_FALSE(finished.has_value()) << "second Finish";
-    finished = status;
-  }
-  bool writing = false;
   std::vector<std::string> written;
-  std::optional<absl::Status> finished;
 };
 
 class StreamWriterTest : public ::testing::Test {
@@ -61,7 +52,7 @@ class StreamWriterTest : public ::testing::Test {
     writer_->OnWriteDone(ok);
   }
 
-  ManualSink sink_;
+  RecordingSink sink_;
   std::optional<StreamWriter<std::string>> writer_;
   int cancels_ = 0;
 };
@@ -72,7 +63,7 @@ TEST_F(StreamWriterTest, ATotalFollowsWhatWaitsInAllStreams) {
     return StreamWriterOptions<std::string>{
         .size_bytes = SizeOf, .merge = Append, .total_buffered_bytes = &total};
   };
-  ManualSink sinks[3];
+  RecordingSink sinks[3];
   StreamWriter<std::string> drained(sinks[0], options());
   StreamWriter<std::string> cancelled(sinks[1], options());
   std::optional<StreamWriter<std::string>> dropped(std::in_place, sinks[2], options());
