@@ -10,6 +10,7 @@
 #include "spdlog/spdlog.h"
 #include "tests/fuzz/fuzz_input.h"
 #include "weft/v1/worker.pb.h"
+#include "worker/transfer/kv_copier.h"
 #include "worker/transfer/kv_receiver.h"
 #include "worker/transfer/kv_sender.h"
 
@@ -87,8 +88,8 @@ class Sides {
     cache_.emplace(*std::move(cache));
     std::memset(cache_->k_blocks(0), 0, static_cast<std::size_t>(cache_->size_bytes()));
     rank_ = Rank(*cache_);
-    receiver_.emplace(fabric_, rank_, KvMoverOptions{});
-    sender_.emplace(fabric_, rank_, KvMoverOptions{.message_bytes = 64});
+    receiver_.emplace(fabric_, rank_, copier_, KvMoverOptions{});
+    sender_.emplace(fabric_, rank_, copier_, KvMoverOptions{.message_bytes = 64});
     StepPlan plan;
     plan.table_deltas = {{.slot = 0, .num_blocks = kTableBlocks}};
     plan.delta_blocks = {0, 1};
@@ -148,6 +149,7 @@ class Sides {
   OneWayFabric fabric_;
   std::optional<KvCache> cache_;
   KvRank rank_;
+  KvCopier copier_;
   SlotTable slots_;
   std::optional<KvReceiver> receiver_;
   std::optional<KvSender> sender_;
