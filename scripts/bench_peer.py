@@ -64,7 +64,7 @@ def limit_seconds(sample, batch):
     """The least time of a decode step of `batch` rows by each of the machine's limits."""
     return {
         "bandwidth": sample["weight_bytes"] / sample["bytes_per_second"],
-        "fp32": batch * sample["flops_per_token"] / sample["flops_per_second"],
+        "multiply-adds": batch * sample["flops_per_token"] / sample["flops_per_second"],
     }
 
 
@@ -107,7 +107,7 @@ def print_report(result):
         peer = result["peer"][cell]
         ratios = [a / b for a, b in zip(own, peer)]
         print(f"{cell:32}{spread(own):>20}{spread(peer):>20}{spread(ratios, 2):>20}")
-    print(f"{'limits of the machine':32}{'read GB/s':>20}{'fp32 GFLOP/s':>20}")
+    print(f"{'limits of the machine':32}{'read GB/s':>20}{'GFLOP/s':>20}")
     everything = [sample for samples in result["weft"].values() for sample in samples]
     bandwidth = spread([sample["bytes_per_second"] * 1e-9 for sample in everything], 1)
     flops = spread([sample["flops_per_second"] * 1e-9 for sample in everything])

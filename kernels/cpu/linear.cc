@@ -1,31 +1,16 @@
 #include "kernels/linear.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
+#include "kernels/cpu/bf16_dot.h"
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/launch.h"
+#include "kernels/cpu/linear_piece.h"
 #include "kernels/cpu/panel.h"
+#include "kernels/device/cpu_target.h"
 #include "server/base/status_macros.h"
-
-#ifndef WEFT_KERNELS_CPU_LINEAR_ONCE_
-#define WEFT_KERNELS_CPU_LINEAR_ONCE_
-namespace weft::kernels {
-
-// What one task computes. If there are more rows than a tile of any target has, at most
-// kMaxRowBlock.
-struct LinearPiece {
-  std::int64_t first_row;
-  std::int64_t end_row;
-  std::int64_t first_panel;
-  std::int64_t end_panel;
-};
-
-// Rows whose sums wait on the stack while pieces of a panel pass by.
-inline constexpr std::int64_t kMaxRowBlock = 192;
-
-}  // namespace weft::kernels
-#endif
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/linear.cc"
@@ -36,6 +21,9 @@ inline constexpr std::int64_t kMaxRowBlock = 192;
 HWY_BEFORE_NAMESPACE();
 namespace weft::kernels::HWY_NAMESPACE {
 
+// Rows whose sums wait on the stack while pieces of a panel pass by: a piece has no more, if it has
+// more than a tile of any target.
+constexpr std::int64_t kMaxRowBlock = 192;
 // Panels that a thread goes through together: two read streams, or as many as a tile has.
 constexpr std::int64_t kDirectPanels = 2;
 // Up to here widening costs more than it saves; of integers it takes more than of halves.
@@ -215,6 +203,7 @@ HWY_AFTER_NAMESPACE();
 namespace weft::kernels {
 
 HWY_EXPORT(LinearTask);
+using HWY_NAMESPACE::kMaxRowBlock;
 
 namespace {
 
@@ -248,9 +237,9 @@ struct LinearCut {
   std::int64_t row_blocks;
   std::int64_t rows = 0;  // of a block
 
-  LinearCut(const LinearParams& params, int num_threads)
+  LinearCut(const LinearParams& params, std::int64_t max_rows, int num_threads)
       : panels(CeilDiv(params.weight->out_features(), kPanelWidth)),
-        row_blocks(CeilDiv(params.num_rows, MaxRowBlock(params.weight->in_features()))) {
+        row_blocks(CeilDiv(params.num_rows, max_rows)) {
     if (row_blocks == 0) return;
     per_task = PanelsPerTask(*params.weight, row_blocks, num_threads);
     rows = CeilDiv(CeilDiv(params.num_rows, row_blocks), kRowTile) * kRowTile;
@@ -281,21 +270,32 @@ absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stre
     for (const LinearParams& params : products) RETURN_IF_ERROR(device->Linear(params));
     return absl::OkStatus();
   }
+  if (products.empty()) return absl::OkStatus();
   ThreadPool& pool = PoolOf(stream);
+  const PackedMatrix& weight = *products[0].weight;
+  const bool dots = weight.format() == WeightFormat::kBFloat16 && HasBf16Dots();
+  const std::int64_t max_rows = dots ? kBf16DotRows : MaxRowBlock(weight.in_features());
   // As many tasks a product as the one with the most rows has; the others return from some at once.
   std::int64_t tasks = 0;
   for (const LinearParams& params : products) {
     DCHECK(params.x_stride >= params.weight->in_features());
     DCHECK(params.y_stride >= params.weight->out_features());
-    tasks = std::max(tasks, LinearCut(params, pool.num_threads()).NumTasks());
+    tasks = std::max(tasks, LinearCut(params, max_rows, pool.num_threads()).NumTasks());
   }
   if (tasks == 0) return absl::OkStatus();
+  static std::atomic<std::uint64_t> launches = 0;
+  const std::uint64_t launch = ++launches;
   const auto run = HWY_DYNAMIC_DISPATCH(LinearTask);
   const auto count = static_cast<std::int64_t>(products.size());
   pool.ParallelFor(count * tasks, [&](std::int64_t i, int /*thread*/) {
     const LinearParams& params = products[static_cast<std::size_t>(i / tasks)];
-    const LinearCut cut(params, pool.num_threads());
-    if (i % tasks < cut.NumTasks()) run(params, cut.Piece(params, i % tasks));
+    const LinearCut cut(params, max_rows, pool.num_threads());
+    if (i % tasks >= cut.NumTasks()) return;
+    if (dots) {
+      Bf16DotTask(params, cut.Piece(params, i % tasks), launch);
+    } else {
+      run(params, cut.Piece(params, i % tasks));
+    }
   });
   return absl::OkStatus();
 }

@@ -1,6 +1,7 @@
 #include "kernels/device/cpu_target.h"
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -13,15 +14,30 @@ namespace {
 
 struct Target {
   std::string_view name;
-  std::int64_t bit;
+  std::int64_t bit;  // Highway's
+  bool bf16_dot = false;
 };
 
 // Best first; what kernels/CMakeLists.txt lets Highway generate.
-constexpr std::array kTargets = {Target{"avx512", HWY_AVX3}, Target{"avx2", HWY_AVX2},
-                                 Target{"sse4", HWY_SSE4}, Target{"scalar", HWY_SCALAR}};
+constexpr std::array kTargets = {Target{"avx512_bf16", HWY_AVX3, true}, Target{"avx512", HWY_AVX3},
+                                 Target{"avx2", HWY_AVX2}, Target{"sse4", HWY_SSE4},
+                                 Target{"scalar", HWY_SCALAR}};
+
+// Whether a target has been forced that has none.
+std::atomic<bool> bf16_dots_disabled = false;
+
+bool CpuHasBf16Dots() {
+#ifdef __x86_64__
+  static const bool has = __builtin_cpu_supports("avx512bf16") != 0;
+  return has;
+#else
+  return false;
+#endif
+}
 
 // The plain one is always there: it is what the compiler may assume.
 bool Supported(const Target& target) {
+  if (target.bf16_dot && (bf16_dots_disabled || !CpuHasBf16Dots())) return false;
   return target.bit == HWY_SCALAR || (hwy::SupportedTargets() & target.bit) != 0;
 }
 
@@ -37,11 +53,14 @@ std::string SupportedNames() {
 
 absl::Status ForceCpuTarget(std::string_view name) {
   hwy::DisableTargets(0);
+  bf16_dots_disabled = false;
   if (name.empty()) return absl::OkStatus();
-  std::int64_t better = 0;
+  std::int64_t better = 0;  // targets
+  bool dots = false;
   for (const Target& target : kTargets) {
     if (target.name != name) {
-      better |= target.bit;
+      if (!target.bf16_dot) better |= target.bit;
+      dots |= target.bf16_dot;
       continue;
     }
     if (!Supported(target)) {
@@ -49,6 +68,7 @@ absl::Status ForceCpuTarget(std::string_view name) {
           "WEFT_CPU_TARGET is {}, which this CPU lacks; it has {}", name, SupportedNames()));
     }
     hwy::DisableTargets(better);
+    bf16_dots_disabled = dots;
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
@@ -62,6 +82,8 @@ absl::Status InitCpuTarget() {
   }();
   return status;
 }
+
+bool HasBf16Dots() { return Supported(kTargets[0]); }
 
 std::string_view CpuTargetName() {
   for (const Target& target : kTargets) {

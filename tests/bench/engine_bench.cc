@@ -144,12 +144,13 @@ void Run(const BenchOptions& options) {
   const std::int64_t table = std::int64_t{model.config.vocab_size} * model.config.hidden_size;
   const std::int64_t count =
       CountWeights(model.config, model.layout, false).total() - (tied ? 0 : table);
+  const WeightFormat format = weights.layers[0].o.format();
   const nlohmann::json result = {
       {"tokens_per_second", tries[tries.size() / 2]},
       {"weight_bytes", bytes},
       {"flops_per_token", 2.0 * static_cast<double>(count)},
       {"bytes_per_second", std::max(before.bytes_per_second, after.bytes_per_second)},
-      {"flops_per_second", std::max(before.flops_per_second, after.flops_per_second)},
+      {"flops_per_second", std::max(before.PeakOf(format), after.PeakOf(format))},
       {"cpu_target", kernels::CpuTargetName()},
   };
   fmt::print("{}\n", result.dump());

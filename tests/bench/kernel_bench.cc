@@ -54,7 +54,9 @@ PackedMatrix RandomWeight(std::int32_t out, std::int32_t in, WeightFormat format
 // Times iterations by hand and reports the best of them against the limits.
 class Meter {
  public:
-  explicit Meter(benchmark::State& state) : state_(state) {}
+  // `format`: what its products multiply.
+  explicit Meter(benchmark::State& state, WeightFormat format = WeightFormat::kFloat32)
+      : state_(state), format_(format) {}
 
   template <typename Body>
   void Run(double flops, double bytes, double tokens, const Body& body) {
@@ -67,7 +69,7 @@ class Meter {
       best_ = std::min(best_, seconds);
     }
     const MachineLimits after = MeasureMachineLimits(BenchStream());
-    const double peak = std::max(limits.flops_per_second, after.flops_per_second);
+    const double peak = std::max(limits.PeakOf(format_), after.PeakOf(format_));
     const double bandwidth = std::max(limits.bytes_per_second, after.bytes_per_second);
     // The slower of the two limits is what cannot be beaten.
     const double bound = std::max(flops / peak, bytes / bandwidth);
@@ -82,6 +84,7 @@ class Meter {
 
  private:
   benchmark::State& state_;
+  WeightFormat format_;
   double best_ = 1e30;
 };
 
@@ -102,12 +105,12 @@ void BM_Linear(benchmark::State& state) {
     weights.push_back(RandomWeight(out, in, format));
   }
   const std::vector<float> x = RandomFloats(std::int64_t{rows} * in, 1.0F);
-  std::vector<float> y(static_cast<std::size_t>(rows) * out);
-  Meter(state).Run(2.0 * rows * out * in * copies, bytes * copies, 0, [&] {
+  const Buffer y = *Buffer::Allocate(std::int64_t{4} * rows * out);  // aligned, as the engine's
+  Meter(state, format).Run(2.0 * rows * out * in * copies, bytes * copies, 0, [&] {
     for (const PackedMatrix& weight : weights) {
       CHECK(Linear({.x = x.data(),
                     .weight = &weight,
-                    .y = y.data(),
+                    .y = y.as<float>(),
                     .num_rows = rows,
                     .x_stride = in,
                     .y_stride = out},
@@ -318,7 +321,7 @@ void BM_Model(benchmark::State& state) {
   for (const std::int32_t visible : rows.visible_len) keys += visible;
   const double flops = 2.0 * n * 106.2e6 + 2.0 * seqs * 28.3e6 + 4.0 * keys * kHidden * kLayers;
   const double kv_bytes = 23040.0 * seqs * context;
-  Meter(state).Run(flops, model->bytes + kv_bytes, n, [&] {
+  Meter(state, FormatArg(state.range(0))).Run(flops, model->bytes + kv_bytes, n, [&] {
     for (int i = 0; i < kLayers; ++i) {
       const Model::Layer& layer = model->layers[i];
       norm();

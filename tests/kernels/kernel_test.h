@@ -15,7 +15,7 @@ namespace weft::kernels {
 inline std::vector<std::string> AvailableTargets() {
   EXPECT_TRUE(InitCpuTarget().ok());
   std::vector<std::string> names;
-  for (const char* name : {"scalar", "sse4", "avx2", "avx512"}) {
+  for (const char* name : {"scalar", "sse4", "avx2", "avx512", "avx512_bf16"}) {
     if (ForceCpuTarget(name).ok()) names.emplace_back(name);
   }
   EXPECT_TRUE(ForceCpuTarget("").ok());

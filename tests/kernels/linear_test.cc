@@ -143,8 +143,12 @@ struct Case {
         }
         double want = 0.0;
         double size = 1.0;
+        const bool rounds = weight.format() == WeightFormat::kBFloat16 && HasBf16Dots();
         for (std::int64_t k = 0; k < in; ++k) {
-          const double product = static_cast<double>(x[row * x_stride + k]) * values[col * in + k];
+          const float input = x[row * x_stride + k];
+          const double product =
+              static_cast<double>(rounds ? Round(input, DType::kBFloat16) : input) *
+              values[col * in + k];
           want += product;
           size += std::abs(product);
         }

@@ -8,6 +8,7 @@
 
 #include "fmt/format.h"
 #include "kernels/cpu/convert.h"
+#include "kernels/device/cpu_target.h"
 #include "server/base/check.h"
 
 namespace weft {
@@ -105,6 +106,7 @@ std::vector<int> Choose(const MoeConfig& moe, const std::vector<double>& ranks) 
 ReferenceModel::ReferenceModel(const std::filesystem::path& dir, WeightFormat weights, DType kv)
     : config_(*LoadModelConfig(dir)),
       kv_(kv),
+      rounds_inputs_(weights == WeightFormat::kBFloat16 && kernels::HasBf16Dots()),
       rope_(ComputeRopeFrequencies(config_.rope, config_.rotary_dim)) {
   for (const auto& file : std::filesystem::directory_iterator(dir)) {
     const std::string name = file.path().filename().string();
@@ -121,9 +123,13 @@ ReferenceModel::ReferenceModel(const std::filesystem::path& dir, WeightFormat we
 ReferenceModel::Vector ReferenceModel::Linear(const std::string& name, const Vector& x) const {
   const std::vector<float>& w = tensors_.at(name + ".weight").values;
   Vector y(w.size() / x.size());
+  Vector inputs = x;
+  if (rounds_inputs_) {
+    for (double& value : inputs) value = RoundedTo(DType::kBFloat16, value);
+  }
   for (std::size_t row = 0; row < y.size(); ++row) {
     const float* in = w.data() + row * x.size();
-    for (std::size_t i = 0; i < x.size(); ++i) y[row] += in[i] * x[i];
+    for (std::size_t i = 0; i < x.size(); ++i) y[row] += in[i] * inputs[i];
     if (Has(name + ".bias")) y[row] += tensors_.at(name + ".bias").values[row];
   }
   return y;

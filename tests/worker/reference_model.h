@@ -14,7 +14,8 @@
 namespace weft {
 
 // A forward pass of any family in plain loops and double precision, with matrices rounded to one
-// storage format and what is cached of a token to a type: what a precision costs by itself. With
+// storage format, what is cached of a token to a type, and inputs of products with bfloat16 where
+// this CPU's kernels round them: what a precision costs by itself. With
 // integers, routers and the up-projections of latents are float32, as LoadDecoderWeights() says of
 // a float32 model. Biases,
 // norms and experts are there where the checkpoint has them; MLA is decompressed.
@@ -51,6 +52,7 @@ class ReferenceModel {
 
   ModelConfig config_;
   DType kv_;
+  bool rounds_inputs_;
   RopeFrequencies rope_;
   std::map<std::string, GoldenTensor> tensors_;
 };
