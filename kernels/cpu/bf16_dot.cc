@@ -30,11 +30,17 @@ static_assert(kBf16DotRows % kTileRows == 0);
 // Values of x that a thread has rounded at a time.
 constexpr std::int64_t kRounded = 96 * 1024;
 
-// x[row][first, first + depth) of a piece's rows, rounded; rows are `stride` pairs long, and an odd
-// last input has a zero beside it. A thread keeps it from piece to piece of a product.
+// Tiles of a piece: as even as can be, since one with few rows would wait for its own additions.
+std::int64_t NumTiles(std::int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows; }
+std::int64_t TileRow(std::int64_t num_rows, std::int64_t tile) {
+  return num_rows * tile / NumTiles(num_rows);
+}
+
+// x[row][first, first + depth) of a piece's rows, rounded, in the order it is read: for each tile
+// [pairs of inputs][rows]; an odd last input has a zero beside it. A thread keeps it from piece to
+// piece of a product.
 struct RoundedRows {
-  alignas(64) std::uint32_t pairs[kRounded / 2];
-  std::int64_t stride = 0;
+  std::uint32_t pairs[kRounded / 2];
   std::uint64_t launch = 0;
   const LinearParams* params = nullptr;
   std::int64_t first_row = 0;
@@ -47,16 +53,21 @@ struct RoundedRows {
     params = &p;
     first_row = row;
     first = begin;
-    stride = (depth + 1) / 2;
-    for (std::int64_t r = 0; r < num_rows; ++r) {
-      const float* x = p.x + (row + r) * p.x_stride + begin;
-      std::uint32_t* to = pairs + r * stride;
-      for (std::int64_t k = 0; k < depth; k += kPanelWidth) {
-        const auto lanes = static_cast<unsigned>(std::min<std::int64_t>(kPanelWidth, depth - k));
-        const auto mask = static_cast<__mmask16>((1U << lanes) - 1U);
-        const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, x + k));
-        const auto whole_pairs = static_cast<__mmask8>((1U << (lanes + 1) / 2) - 1U);
-        _mm256_mask_storeu_epi32(to + k / 2, whole_pairs, (__m256i)rounded);
+    const std::int64_t num_pairs = (depth + 1) / 2;
+    for (std::int64_t tile = 0; tile < NumTiles(num_rows); ++tile) {
+      const std::int64_t tile_row = TileRow(num_rows, tile);
+      const std::int64_t rows = TileRow(num_rows, tile + 1) - tile_row;
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const float* x = p.x + (row + tile_row + r) * p.x_stride + begin;
+        std::uint32_t* to = pairs + tile_row * num_pairs + r;
+        for (std::int64_t k = 0; k < depth; k += kPanelWidth) {
+          const auto lanes = static_cast<unsigned>(std::min<std::int64_t>(kPanelWidth, depth - k));
+          const auto mask = static_cast<__mmask16>((1U << lanes) - 1U);
+          alignas(32) std::uint32_t rounded[kPanelWidth / 2];
+          _mm256_store_si256(reinterpret_cast<__m256i*>(rounded),
+                             (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, x + k)));
+          for (unsigned i = 0; i < (lanes + 1) / 2; ++i, to += rows) *to = rounded[i];
+        }
       }
     }
   }
@@ -71,20 +82,19 @@ struct Panels {
   std::int64_t next_bytes;
 };
 
-// For kPanels panels: acc[panel][row][0..16) += the products of `num_pairs` pairs. Hints `next`,
-// `next_step` bytes further with each pair.
+// For kPanels panels and x[pairs][kRows]: acc[panel][row][0..16) += the products of `num_pairs`
+// pairs. Hints `next`, `next_step` bytes further with each pair.
 template <int kRows, int kPanels, bool kHint>
-AVX512_BF16 inline void Tile(const std::uint32_t* x, std::int64_t x_stride, std::int64_t num_pairs,
-                             const std::byte* panel, std::int64_t panel_stride, float* acc,
-                             std::int64_t acc_panel_stride, const std::byte* next,
-                             std::int64_t next_step) {
+AVX512_BF16 inline void Tile(const std::uint32_t* x, std::int64_t num_pairs, const std::byte* panel,
+                             std::int64_t panel_stride, float* acc, std::int64_t acc_panel_stride,
+                             const std::byte* next, std::int64_t next_step) {
   __m512 sum[kPanels][kRows];
   for (int p = 0; p < kPanels; ++p) {
     for (int r = 0; r < kRows; ++r) {
       sum[p][r] = _mm512_load_ps(acc + p * acc_panel_stride + r * kPanelWidth);
     }
   }
-  for (std::int64_t k = 0; k < num_pairs; ++k, panel += kPairBytes) {
+  for (std::int64_t k = 0; k < num_pairs; ++k, x += kRows, panel += kPairBytes) {
     if constexpr (kHint) {
       __builtin_prefetch(next, 0, 2);
       next += next_step;
@@ -94,7 +104,7 @@ AVX512_BF16 inline void Tile(const std::uint32_t* x, std::int64_t x_stride, std:
       w[p] = (__m512bh)_mm512_loadu_si512(panel + p * panel_stride);
     }
     for (int r = 0; r < kRows; ++r) {
-      const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(x[r * x_stride + k]));
+      const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(x[r]));
       for (int p = 0; p < kPanels; ++p) sum[p][r] = _mm512_dpbf16_ps(sum[p][r], w[p], pair);
     }
   }
@@ -117,19 +127,17 @@ struct Sums {
   alignas(64) float values[kTilePanels * kBf16DotRows * kPanelWidth];
 };
 
-// Panels times all rows of x, in tiles as even as can be: one with few rows would wait for its own
-// additions.
+// Panels times all rows of x.
 AVX512_BF16 void Multiply(const RoundedRows& x, std::int64_t num_rows, std::int64_t num_pairs,
                           const Panels& panels, Sums& sums) {
-  const std::int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const std::int64_t tiles = NumTiles(num_rows);
   const std::int64_t next_step = panels.next_bytes / (tiles * num_pairs);
-  std::int64_t row = 0;
   for (std::int64_t tile = 0; tile < tiles; ++tile) {
-    const std::int64_t end = num_rows * (tile + 1) / tiles;
-    WithRows<kTileRows>(end - row, [&](auto rows) AVX512_BF16 {
+    const std::int64_t row = TileRow(num_rows, tile);
+    WithRows<kTileRows>(TileRow(num_rows, tile + 1) - row, [&](auto rows) AVX512_BF16 {
       const auto run = [&](auto count, auto hint) AVX512_BF16 {
         Tile<decltype(rows)::value, decltype(count)::value, decltype(hint)::value>(
-            x.pairs + row * x.stride, x.stride, num_pairs, panels.data, panels.stride_bytes,
+            x.pairs + row * num_pairs, num_pairs, panels.data, panels.stride_bytes,
             sums.values + row * kPanelWidth, kBf16DotRows * kPanelWidth,
             panels.next + tile * num_pairs * next_step, next_step);
       };
@@ -146,7 +154,6 @@ AVX512_BF16 void Multiply(const RoundedRows& x, std::int64_t num_rows, std::int6
         hinted(std::integral_constant<int, 1>());
       }
     });
-    row = end;
   }
 }
 

@@ -25,6 +25,9 @@ constexpr std::array kTargets = {Target{"avx512_bf16", HWY_AVX3, true}, Target{"
 
 // Whether a target has been forced that has none.
 std::atomic<bool> bf16_dots_disabled = false;
+// What HasBf16Dots() says: asked for each product, while Highway asks the CPU, which in a virtual
+// machine takes long. Negative: not known yet.
+std::atomic<int> has_bf16_dots = -1;
 
 bool CpuHasBf16Dots() {
 #ifdef __x86_64__
@@ -54,6 +57,7 @@ std::string SupportedNames() {
 absl::Status ForceCpuTarget(std::string_view name) {
   hwy::DisableTargets(0);
   bf16_dots_disabled = false;
+  has_bf16_dots = -1;
   if (name.empty()) return absl::OkStatus();
   std::int64_t better = 0;  // targets
   bool dots = false;
@@ -69,6 +73,7 @@ absl::Status ForceCpuTarget(std::string_view name) {
     }
     hwy::DisableTargets(better);
     bf16_dots_disabled = dots;
+    has_bf16_dots = -1;
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
@@ -83,7 +88,11 @@ absl::Status InitCpuTarget() {
   return status;
 }
 
-bool HasBf16Dots() { return Supported(kTargets[0]); }
+bool HasBf16Dots() {
+  int has = has_bf16_dots.load(std::memory_order_relaxed);
+  if (has < 0) has_bf16_dots = has = Supported(kTargets[0]) ? 1 : 0;
+  return has != 0;
+}
 
 std::string_view CpuTargetName() {
   for (const Target& target : kTargets) {
