@@ -53,8 +53,8 @@ class PackedMatrix {
 // y = x W^T (+ bias) (+ residual), fp32 accumulation, of integers within their group before its
 // scale. The value of an output does not depend on num_rows, on the other rows, nor on the number
 // of threads: each is one fixed order of additions (batching must not change a token, law 2).
-// On a CPU with dot products of bfloat16 (device/cpu_target.h) x is rounded to bfloat16 where the
-// weights are; elsewhere it stays fp32.
+// On a CPU with dot products (device/cpu_target.h) x is rounded to bfloat16 where the weights are,
+// and to 16-bit integers in groups of 32 with a scale where those are integers; else it stays fp32.
 struct LinearParams {
   const float* x;  // [num_rows, in_features], x_stride floats from row to row
   const PackedMatrix* weight;

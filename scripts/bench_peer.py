@@ -6,6 +6,7 @@ its scheduler, plans and sampler; llama.cpp's tools pick no token.
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -18,21 +19,51 @@ import sys
 PREFILL = "prefill 512"
 DECODE = "decode, batch 1"
 DECODE_8 = "decode, batch 8"
-PEER_FLOOR = 0.5  # of llama.cpp, prefill and batch 1
+PEER_FLOOR = 1.0  # of llama.cpp, in every cell
 LIMIT_FLOOR = 0.35  # of the slower limit, batch 8
-REPEATS = "2"  # of a cell in a round, for each program
 
-# Arguments of each program. Decode starts at a short context and goes on for 128 or 64 tokens.
-WEFT_CELLS = {
-    PREFILL: ["--prompt", "512", "--tokens", "1"],
-    DECODE: ["--prompt", "1", "--tokens", "129"],
-    DECODE_8: ["--prompt", "16", "--tokens", "65", "--batch", "8"],
+
+def decode(batch, prompt, tokens, ahead=0):
+    """Of `batch` sequences behind prompts of so many tokens. Weft decodes while others are in their prompts: it makes
+    `ahead` tokens more, until all decode."""
+    context = batch * (prompt + tokens)
+    return Cell(
+        batch=batch,
+        weft=["--prompt", str(prompt), "--tokens", str(tokens + ahead + 1), "--batch", str(batch),
+              "--max-model-len", str(prompt + tokens + ahead + 1)],
+        peer=["llama-batched-bench", "-npp", str(prompt), "-ntg", str(tokens), "-npl", str(batch), "-c", str(context),
+              "-b", "2048", "-pps"],
+    )
+
+
+def prefill(tokens):
+    return Cell(batch=0, weft=["--prompt", str(tokens), "--tokens", "1"],
+                peer=["llama-bench", "-p", str(tokens), "-n", "0"])
+
+
+@dataclasses.dataclass
+class Cell:
+    """The arguments of each program, and how many sequences decode; 0: none does."""
+
+    batch: int
+    weft: list[str]
+    peer: list[str]
+
+
+CELLS = {
+    PREFILL: prefill(512),
+    "prefill 2048": prefill(2048),
+    DECODE: decode(1, 128, 128),
+    "decode, batch 1 at 2048": decode(1, 2048, 64),
+    DECODE_8: decode(8, 128, 64),
+    "decode, batch 32": decode(32, 128, 64, ahead=16),
+    "decode, batch 64": decode(64, 128, 64, ahead=32),
+    "decode, batch 8 at 1024": decode(8, 1024, 64, ahead=16),
+    "decode, batch 32 at 1024": decode(32, 1024, 64, ahead=64),
+    "decode, batch 64 at 1024": decode(64, 1024, 64, ahead=128),
+    "decode, batch 8 at 4096": decode(8, 4096, 32, ahead=64),
 }
-PEER_CELLS = {
-    PREFILL: ["llama-bench", "-p", "512", "-n", "0"],
-    DECODE: ["llama-bench", "-p", "0", "-n", "128"],
-    DECODE_8: ["llama-batched-bench", "-npp", "16", "-ntg", "64", "-npl", "8", "-c", "2048"],
-}
+QUICK = (PREFILL, DECODE, DECODE_8)
 
 
 def run(command):
@@ -44,20 +75,25 @@ def run(command):
 
 
 def measure_weft(args, cell):
-    command = [args.weft / "engine_bench", "--model", args.model, "--dtype", "float16"]
+    command = [args.weft / "engine_bench", "--model", args.model, "--dtype", args.dtype]
     command += ["--quantization", args.quantization]
-    command += ["--threads", str(args.threads), "--tries", REPEATS, *WEFT_CELLS[cell]]
+    command += ["--threads", str(args.threads), "--tries", "1", *CELLS[cell].weft]
     return json.loads(run(command))
 
 
 def measure_peer(args, cell):
-    """Tokens per second."""
-    program, *flags = PEER_CELLS[cell]
+    """Tokens per second, with and without flash attention: whichever is faster."""
+    program, *flags = CELLS[cell].peer
     command = [args.peer / program, "-m", args.gguf, "-t", str(args.threads), *flags]
-    if program == "llama-bench":
-        return json.loads(run([*command, "-r", REPEATS, "-o", "json"]))[0]["avg_ts"]
-    lines = run([*command, "--output-format", "jsonl"]).splitlines()
-    return json.loads(next(line for line in lines if line.startswith("{")))["speed_tg"]
+    speeds = []
+    for flash in ("0", "1"):
+        if program == "llama-bench":
+            speeds.append(json.loads(run([*command, "-fa", flash, "-r", "1", "-o", "json"]))[0]["avg_ts"])
+        else:
+            on = "on" if flash == "1" else "off"
+            lines = run([*command, "-fa", on, "--output-format", "jsonl"]).splitlines()
+            speeds.append(json.loads(next(line for line in lines if line.startswith("{")))["speed_tg"])
+    return max(speeds)
 
 
 def limit_seconds(sample, batch):
@@ -112,19 +148,20 @@ def print_report(result):
     bandwidth = spread([sample["bytes_per_second"] * 1e-9 for sample in everything], 1)
     flops = spread([sample["flops_per_second"] * 1e-9 for sample in everything])
     print(f"{'  best of a few tries each':32}{bandwidth:>20}{flops:>20}")
-    for cell, batch in ((DECODE, 1), (DECODE_8, 8)):
-        samples = result["weft"][cell]
+    for cell, samples in result["weft"].items():
+        batch = CELLS[cell].batch
+        if batch == 0:
+            continue
         seconds = limit_seconds(samples[0], batch)
         shares = spread([100 * limit_share(sample, batch) for sample in samples])
-        print(f"{cell}: {shares} % of the slower limit, {max(seconds, key=seconds.get)}")
+        print(f"{cell}: {shares} % of the slower limit of its weights, {max(seconds, key=seconds.get)}")
 
 
 def check_floors(result):
     """True when all are met; prints each."""
     met = True
-    for cell in (PREFILL, DECODE):
-        pairs = zip(result["weft"][cell], result["peer"][cell])
-        ratio = statistics.median(own["tokens_per_second"] / peer for own, peer in pairs)
+    for cell, samples in result["weft"].items():
+        ratio = statistics.median(own["tokens_per_second"] / peer for own, peer in zip(samples, result["peer"][cell]))
         met &= ratio >= PEER_FLOOR
         print(f"floor {cell}: {ratio:.2f} of llama.cpp, at least {PEER_FLOOR}")
     share = statistics.median(limit_share(sample, 8) for sample in result["weft"][DECODE_8])
@@ -140,10 +177,13 @@ def main():
     parser.add_argument("--gguf", type=pathlib.Path, required=True)
     parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"),
                         help="of Weft's weights; --gguf is the peer's equivalent")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--cells", default="all", choices=("all", "quick"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=pathlib.Path, help="default: tests/bench/results/peer.json")
     args = parser.parse_args()
+    cells = QUICK if args.cells == "quick" else CELLS
 
     result = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -151,13 +191,13 @@ def main():
         "machine": machine(),
         "threads": args.threads,
         "rounds": args.rounds,
-        "weights": "float16" if args.quantization == "none" else args.quantization,
+        "weights": args.dtype if args.quantization == "none" else args.quantization,
         "load_before": "{:.1f} {:.1f} {:.1f}".format(*os.getloadavg()),
-        "weft": {cell: [] for cell in WEFT_CELLS},
-        "peer": {cell: [] for cell in PEER_CELLS},
+        "weft": {cell: [] for cell in cells},
+        "peer": {cell: [] for cell in cells},
     }
     for done in range(args.rounds):
-        for cell in WEFT_CELLS:
+        for cell in cells:
             own = measure_weft(args, cell)
             peer = measure_peer(args, cell)
             result["weft"][cell].append(own)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs Weft and llama.cpp side by side on SmolLM2-135M in float16 with two threads, in interleaved
+# Runs Weft and llama.cpp side by side on SmolLM2-135M in bfloat16 with two threads, in interleaved
 # rounds, and prints medians, ratios and the share of this machine's limits. Builds what is missing
 # the first time: llama.cpp takes about 8 minutes on two free cores.
-#   scripts/bench_peer.sh [--peer DIR] [--rounds 5] [--threads 2] [--quantization int8|int4] [--output FILE]
+#   scripts/bench_peer.sh [--peer DIR] [--rounds 5] [--threads 2] [--cells all|quick]
+#                         [--dtype bfloat16|float16 | --quantization int8|int4] [--output FILE]
 # --quantization: beside llama.cpp's q8_0 or q4_0, which have groups of 32 with a scale, too.
 # DIR holds llama-bench, llama-batched-bench and llama-quantize; without it they are built into
 # .deps/llama.cpp. WEFT_BENCH_BUILD names another build folder of Weft than build/release.
@@ -63,7 +64,7 @@ quantize() {
   mv "$to.part" "$to"
 }
 
-peer= gguf=f16
+peer= gguf=bf16
 arguments=()
 while (($# > 0)); do
   case "$1" in
@@ -76,8 +77,16 @@ while (($# > 0)); do
       esac
       arguments+=("$1" "$2") && shift 2
       ;;
-    --rounds | --threads | --output) arguments+=("$1" "${2:?$1 takes a value}") && shift 2 ;;
-    *) sed -n '2,8s/^# \?//p' "$0" >&2 && exit 2 ;;
+    --dtype)
+      case "${2-}" in
+        bfloat16) gguf=bf16 ;;
+        float16) gguf=f16 ;;
+        *) echo "bench_peer: --dtype takes bfloat16 or float16" >&2 && exit 2 ;;
+      esac
+      arguments+=("$1" "$2") && shift 2
+      ;;
+    --rounds | --threads | --cells | --output) arguments+=("$1" "${2:?$1 takes a value}") && shift 2 ;;
+    *) sed -n '2,9s/^# \?//p' "$0" >&2 && exit 2 ;;
   esac
 done
 

@@ -4,8 +4,8 @@
 #include <atomic>
 #include <cstdint>
 
-#include "kernels/cpu/bf16_dot.h"
 #include "kernels/cpu/convert.h"
+#include "kernels/cpu/dot_linear.h"
 #include "kernels/cpu/launch.h"
 #include "kernels/cpu/linear_piece.h"
 #include "kernels/cpu/panel.h"
@@ -273,8 +273,8 @@ absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stre
   if (products.empty()) return absl::OkStatus();
   ThreadPool& pool = PoolOf(stream);
   const PackedMatrix& weight = *products[0].weight;
-  const bool dots = weight.format() == WeightFormat::kBFloat16 && HasBf16Dots();
-  const std::int64_t max_rows = dots ? kBf16DotRows : MaxRowBlock(weight.in_features());
+  const bool dots = IsForDots(weight.format()) && HasDotProducts();
+  const std::int64_t max_rows = dots ? kDotRows : MaxRowBlock(weight.in_features());
   // As many tasks a product as the one with the most rows has; the others return from some at once.
   std::int64_t tasks = 0;
   for (const LinearParams& params : products) {
@@ -292,7 +292,7 @@ absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stre
     const LinearCut cut(params, max_rows, pool.num_threads());
     if (i % tasks >= cut.NumTasks()) return;
     if (dots) {
-      Bf16DotTask(params, cut.Piece(params, i % tasks), launch);
+      DotLinearTask(params, cut.Piece(params, i % tasks), launch);
     } else {
       run(params, cut.Piece(params, i % tasks));
     }

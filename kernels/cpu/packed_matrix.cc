@@ -107,10 +107,11 @@ std::int32_t PackQuantizedRow(const Row& source, std::int32_t lane, std::byte* p
           static_cast<int>(std::nearbyint(std::clamp(values[i] * inverse, kLeast, kMost)));
       std::byte* const values = panel + kScaleBytes;
       if constexpr (kFormat == WeightFormat::kInt8) {
-        values[i * kPanelWidth + lane] = static_cast<std::byte>(q);
+        values[Int8Index(i, lane)] = static_cast<std::byte>(q);
       } else {
-        values[(i / 8 * kPanelWidth + lane) * 4 + i % 8 / 2] |= static_cast<std::byte>(q + 8)
-                                                                << (i % 2 * 4);
+        const int shift = Int4Shift(i);
+        values[(i / 8 * kPanelWidth + lane) * 4 + shift / 8] |= static_cast<std::byte>(q + 8)
+                                                                << shift % 8;
       }
     }
   }

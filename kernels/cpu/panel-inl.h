@@ -96,12 +96,14 @@ struct Int8Weights {
   static constexpr std::int64_t kGroupBytes = GroupBytes(WeightFormat::kInt8);
   template <int kInput>
   HWY_INLINE static void Load(const std::byte* group, int row, PanelVec (&w)[kVecs]) {
-    const hn::Rebind<std::int8_t, PanelTag> d8;
+    const hn::Rebind<std::int16_t, PanelTag> d16;
     const hn::RebindToSigned<PanelTag> d32;
-    const auto* values = reinterpret_cast<const std::int8_t*>(group + kScaleBytes) +
-                         (row * kInputs + kInput) * kPanelWidth;
+    const auto* pairs = reinterpret_cast<const std::int16_t*>(group + kScaleBytes) +
+                        (row * kInputs + kInput) / 2 * kPanelWidth;
     for (int v = 0; v < kVecs; ++v) {
-      w[v] = hn::ConvertTo(PanelTag(), hn::PromoteTo(d32, hn::LoadU(d8, values + v * kLanes)));
+      auto value = hn::LoadU(d16, pairs + v * kLanes);
+      if constexpr (kInput % 2 == 0) value = hn::ShiftLeft<8>(value);
+      w[v] = hn::ConvertTo(PanelTag(), hn::PromoteTo(d32, hn::ShiftRight<8>(value)));
     }
   }
   HWY_INLINE static PanelVec Scale(const std::byte* group, int v) {
@@ -122,7 +124,7 @@ struct Int4Weights {
     const auto* words =
         reinterpret_cast<const std::uint32_t*>(group + kScaleBytes) + row * kPanelWidth;
     for (int v = 0; v < kVecs; ++v) {
-      auto q = hn::ShiftRight<4 * kInput>(hn::LoadU(du32, words + v * kLanes));
+      auto q = hn::ShiftRight<Int4Shift(kInput)>(hn::LoadU(du32, words + v * kLanes));
       if constexpr (kInput != kInputs - 1) q = hn::And(q, hn::Set(du32, 0xf));
       w[v] = hn::ConvertTo(PanelTag(), hn::Sub(hn::BitCast(d32, q), hn::Set(d32, 8)));
     }

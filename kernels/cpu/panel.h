@@ -13,8 +13,9 @@
 //   bfloat16:         [ceil(in / 2)][16][2], so that a shift and a mask of one 32-bit lane give
 //                     two consecutive inputs of one output
 //   int8, int4:       for each group of kQuantGroup inputs 16 scales, float16, then
-//                     [32][16] int8, or [4][16] 32-bit words of 8 inputs, q + 8 each, the first in
-//                     the lowest bits
+//                     [16][16][2] int8, pairs as bfloat16's, or
+//                     [4][16] 32-bit words of 8 inputs, q + 8 each: from the lowest bits on inputs
+//                     0, 2, 4, 6, 1, 3, 5, 7, so that a shift gives pairs
 // Outputs past the last, and inputs past the last in its pair or group, are zero.
 
 namespace weft::kernels {
@@ -34,6 +35,12 @@ constexpr std::int64_t PanelIndex(std::int32_t in, std::int32_t lane, DType dtyp
   }
   return std::int64_t{in} * kPanelWidth + lane;
 }
+
+// Where in its group's int8 values input `in` of output `lane` is; where in its int4 word.
+constexpr std::int64_t Int8Index(std::int32_t in, std::int32_t lane) {
+  return (std::int64_t{in} / 2 * kPanelWidth + lane) * 2 + in % 2;
+}
+constexpr int Int4Shift(std::int32_t in) { return in % 8 / 2 * 4 + in % 2 * 16; }
 
 inline constexpr std::int64_t kScaleBytes = 2 * kPanelWidth;  // of a group
 
@@ -59,11 +66,11 @@ inline float PanelValue(const std::byte* panel, std::int32_t in, std::int32_t la
   const std::byte* values = group + kScaleBytes;
   in %= kQuantGroup;
   if (format == WeightFormat::kInt8) {
-    return scale * static_cast<float>(static_cast<std::int8_t>(values[in * kPanelWidth + lane]));
+    return scale * static_cast<float>(static_cast<std::int8_t>(values[Int8Index(in, lane)]));
   }
   std::uint32_t word;
   std::memcpy(&word, values + (in / 8 * kPanelWidth + lane) * sizeof(word), sizeof(word));
-  return scale * static_cast<float>(static_cast<int>(word >> 4 * (in % 8) & 0xf) - 8);
+  return scale * static_cast<float>(static_cast<int>(word >> Int4Shift(in) & 0xf) - 8);
 }
 
 }  // namespace weft::kernels

@@ -15,7 +15,7 @@ namespace {
 struct Target {
   std::string_view name;
   std::int64_t bit;  // Highway's
-  bool bf16_dot = false;
+  bool dot_products = false;
 };
 
 // Best first; what kernels/CMakeLists.txt lets Highway generate.
@@ -24,14 +24,15 @@ constexpr std::array kTargets = {Target{"avx512_bf16", HWY_AVX3, true}, Target{"
                                  Target{"scalar", HWY_SCALAR}};
 
 // Whether a target has been forced that has none.
-std::atomic<bool> bf16_dots_disabled = false;
-// What HasBf16Dots() says: asked for each product, while Highway asks the CPU, which in a virtual
-// machine takes long. Negative: not known yet.
-std::atomic<int> has_bf16_dots = -1;
+std::atomic<bool> dots_disabled = false;
+// What HasDotProducts() says: asked for each product, while Highway asks the CPU, which in a
+// virtual machine takes long. Negative: not known yet.
+std::atomic<int> has_dots = -1;
 
-bool CpuHasBf16Dots() {
+bool CpuHasDots() {
 #ifdef __x86_64__
-  static const bool has = __builtin_cpu_supports("avx512bf16") != 0;
+  static const bool has =
+      __builtin_cpu_supports("avx512bf16") != 0 && __builtin_cpu_supports("avx512vnni") != 0;
   return has;
 #else
   return false;
@@ -40,7 +41,7 @@ bool CpuHasBf16Dots() {
 
 // The plain one is always there: it is what the compiler may assume.
 bool Supported(const Target& target) {
-  if (target.bf16_dot && (bf16_dots_disabled || !CpuHasBf16Dots())) return false;
+  if (target.dot_products && (dots_disabled || !CpuHasDots())) return false;
   return target.bit == HWY_SCALAR || (hwy::SupportedTargets() & target.bit) != 0;
 }
 
@@ -56,15 +57,15 @@ std::string SupportedNames() {
 
 absl::Status ForceCpuTarget(std::string_view name) {
   hwy::DisableTargets(0);
-  bf16_dots_disabled = false;
-  has_bf16_dots = -1;
+  dots_disabled = false;
+  has_dots = -1;
   if (name.empty()) return absl::OkStatus();
   std::int64_t better = 0;  // targets
   bool dots = false;
   for (const Target& target : kTargets) {
     if (target.name != name) {
-      if (!target.bf16_dot) better |= target.bit;
-      dots |= target.bf16_dot;
+      if (!target.dot_products) better |= target.bit;
+      dots |= target.dot_products;
       continue;
     }
     if (!Supported(target)) {
@@ -72,8 +73,8 @@ absl::Status ForceCpuTarget(std::string_view name) {
           "WEFT_CPU_TARGET is {}, which this CPU lacks; it has {}", name, SupportedNames()));
     }
     hwy::DisableTargets(better);
-    bf16_dots_disabled = dots;
-    has_bf16_dots = -1;
+    dots_disabled = dots;
+    has_dots = -1;
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
@@ -88,9 +89,9 @@ absl::Status InitCpuTarget() {
   return status;
 }
 
-bool HasBf16Dots() {
-  int has = has_bf16_dots.load(std::memory_order_relaxed);
-  if (has < 0) has_bf16_dots = has = Supported(kTargets[0]) ? 1 : 0;
+bool HasDotProducts() {
+  int has = has_dots.load(std::memory_order_relaxed);
+  if (has < 0) has_dots = has = Supported(kTargets[0]) ? 1 : 0;
   return has != 0;
 }
 

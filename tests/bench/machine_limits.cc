@@ -126,7 +126,7 @@ MachineLimits MeasureMachineLimits(CpuStream& stream) {
   for (int i = 0; i < kTries; ++i) {
     limits.flops_per_second =
         std::max(limits.flops_per_second, operations_per_second(HWY_DYNAMIC_DISPATCH(FmaLoop)));
-    if (HasBf16Dots()) {
+    if (HasDotProducts()) {
       limits.dot_flops_per_second =
           std::max(limits.dot_flops_per_second, operations_per_second(DotLoop));
     }

@@ -14,8 +14,8 @@ struct MachineLimits {
 
   // What a product with weights of `format` is up against.
   double PeakOf(WeightFormat format) const {
-    return format == WeightFormat::kBFloat16 && dot_flops_per_second > 0 ? dot_flops_per_second
-                                                                         : flops_per_second;
+    const bool dots = format != WeightFormat::kFloat32 && format != WeightFormat::kFloat16;
+    return dots && dot_flops_per_second > 0 ? dot_flops_per_second : flops_per_second;
   }
 };
 

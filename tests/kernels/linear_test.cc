@@ -58,11 +58,12 @@ float StoredValue(const PackedMatrix& weight, std::int32_t out, std::int32_t in)
   const auto* values = reinterpret_cast<const unsigned char*>(group + 32);
   const std::int32_t i = in % 32;
   if (bytes) {
-    const int byte = values[i * 16 + lane];
+    const int byte = values[(i / 2 * 16 + lane) * 2 + i % 2];
     return scale * static_cast<float>(byte < 128 ? byte : byte - 256);
   }
-  const int byte = values[(i / 8 * 16 + lane) * 4 + i % 8 / 2];
-  return scale * static_cast<float>((i % 2 == 0 ? byte % 16 : byte / 16) - 8);
+  // Of a word the low half has the even inputs.
+  const int byte = values[(i / 8 * 16 + lane) * 4 + i % 2 * 2 + i % 8 / 4];
+  return scale * static_cast<float>((i % 4 < 2 ? byte % 16 : byte / 16) - 8);
 }
 
 // That what is stored of a row is as near as the format allows.
@@ -131,10 +132,32 @@ struct Case {
     return y;
   }
 
+  // Row `row` of x as the kernels of this target take it.
+  std::vector<float> Inputs(std::int64_t row) const {
+    const std::int64_t in = weight.in_features();
+    std::vector<float> inputs(x.begin() + row * x_stride, x.begin() + row * x_stride + in);
+    if (!HasDotProducts()) return inputs;
+    if (weight.format() == WeightFormat::kBFloat16) {
+      for (float& value : inputs) value = Round(value, DType::kBFloat16);
+    } else if (!DTypeOf(weight.format()).has_value()) {
+      for (std::int64_t first = 0; first < in; first += 32) {
+        const std::int64_t end = std::min(in, first + 32);
+        float largest = 0;
+        for (std::int64_t i = first; i < end; ++i) largest = std::max(largest, std::abs(inputs[i]));
+        if (largest == 0) continue;
+        for (std::int64_t i = first; i < end; ++i) {
+          inputs[i] = std::nearbyint(inputs[i] * (32767 / largest)) * (largest / 32767);
+        }
+      }
+    }
+    return inputs;
+  }
+
   void ExpectRight(const std::vector<float>& y, bool with_bias, bool with_residual) const {
     const std::int32_t in = weight.in_features();
     const std::int32_t out = weight.out_features();
     for (std::int64_t row = 0; row < rows; ++row) {
+      const std::vector<float> inputs = Inputs(row);
       for (std::int64_t col = 0; col < y_stride; ++col) {
         const float got = y[row * y_stride + col];
         if (col >= out) {
@@ -143,12 +166,8 @@ struct Case {
         }
         double want = 0.0;
         double size = 1.0;
-        const bool rounds = weight.format() == WeightFormat::kBFloat16 && HasBf16Dots();
         for (std::int64_t k = 0; k < in; ++k) {
-          const float input = x[row * x_stride + k];
-          const double product =
-              static_cast<double>(rounds ? Round(input, DType::kBFloat16) : input) *
-              values[col * in + k];
+          const double product = double{inputs[k]} * values[col * in + k];
           want += product;
           size += std::abs(product);
         }

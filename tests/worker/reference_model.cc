@@ -40,6 +40,27 @@ void Quantize(int bits, std::size_t cols, std::vector<float>& values) {
   }
 }
 
+// Whether `name` is of float32 where others are of integers.
+bool StaysFloat(const std::string& name) {
+  return name.ends_with(".gate") || name.ends_with(".kv_b_proj");
+}
+
+// As kernels with dot products take the input of a product.
+void RoundInputs(WeightFormat format, std::vector<double>& x) {
+  if (format == WeightFormat::kBFloat16) {
+    for (double& value : x) value = RoundedTo(DType::kBFloat16, value);
+    return;
+  }
+  for (std::size_t first = 0; first < x.size(); first += 32) {
+    const auto group =
+        absl::MakeSpan(x).subspan(first, std::min<std::size_t>(32, x.size() - first));
+    double largest = 0;
+    for (const double value : group) largest = std::max(largest, std::abs(value));
+    if (largest == 0) continue;
+    for (double& value : group) value = std::nearbyint(value / largest * 32767) * largest / 32767;
+  }
+}
+
 void Round(WeightFormat format, const std::string& name, std::size_t cols,
            std::vector<float>& values) {
   if (const std::optional<DType> dtype = DTypeOf(format)) {
@@ -47,7 +68,7 @@ void Round(WeightFormat format, const std::string& name, std::size_t cols,
     return;
   }
   const bool outer = name.starts_with("lm_head.") || name.starts_with("model.embed_tokens.");
-  if (name.ends_with(".gate.weight") || name.ends_with(".kv_b_proj.weight")) return;
+  if (StaysFloat(name.substr(0, name.rfind('.')))) return;
   Quantize(format == WeightFormat::kInt8 || outer ? 8 : 4, cols, values);
 }
 
@@ -105,8 +126,8 @@ std::vector<int> Choose(const MoeConfig& moe, const std::vector<double>& ranks) 
 
 ReferenceModel::ReferenceModel(const std::filesystem::path& dir, WeightFormat weights, DType kv)
     : config_(*LoadModelConfig(dir)),
+      weights_(weights),
       kv_(kv),
-      rounds_inputs_(weights == WeightFormat::kBFloat16 && kernels::HasBf16Dots()),
       rope_(ComputeRopeFrequencies(config_.rope, config_.rotary_dim)) {
   for (const auto& file : std::filesystem::directory_iterator(dir)) {
     const std::string name = file.path().filename().string();
@@ -124,8 +145,10 @@ ReferenceModel::Vector ReferenceModel::Linear(const std::string& name, const Vec
   const std::vector<float>& w = tensors_.at(name + ".weight").values;
   Vector y(w.size() / x.size());
   Vector inputs = x;
-  if (rounds_inputs_) {
-    for (double& value : inputs) value = RoundedTo(DType::kBFloat16, value);
+  const bool integers = !DTypeOf(weights_).has_value();
+  if (kernels::HasDotProducts() &&
+      (weights_ == WeightFormat::kBFloat16 || (integers && !StaysFloat(name)))) {
+    RoundInputs(weights_, inputs);
   }
   for (std::size_t row = 0; row < y.size(); ++row) {
     const float* in = w.data() + row * x.size();

@@ -14,8 +14,8 @@
 namespace weft {
 
 // A forward pass of any family in plain loops and double precision, with matrices rounded to one
-// storage format, what is cached of a token to a type, and inputs of products with bfloat16 where
-// this CPU's kernels round them: what a precision costs by itself. With
+// storage format, what is cached of a token to a type, and inputs of products where this CPU's
+// kernels round them (kernels/linear.h): what a precision costs by itself. With
 // integers, routers and the up-projections of latents are float32, as LoadDecoderWeights() says of
 // a float32 model. Biases,
 // norms and experts are there where the checkpoint has them; MLA is decompressed.
@@ -51,8 +51,8 @@ class ReferenceModel {
   Vector Feed(const std::string& layer, int index, const Vector& x) const;
 
   ModelConfig config_;
+  WeightFormat weights_;
   DType kv_;
-  bool rounds_inputs_;
   RopeFrequencies rope_;
   std::map<std::string, GoldenTensor> tensors_;
 };

@@ -1,0 +1,355 @@
+#include "kernels/cpu/dot_linear.h"
+
+#ifdef __x86_64__
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+#include "kernels/cpu/panel.h"
+
+// Of each function, not of the file: what the linker may share with others is for any CPU.
+#define AVX512_DOT __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")))
+
+namespace weft::kernels {
+namespace {
+
+// A tile's sums, beside a pair of panels and a broadcast x: 27 of 32 registers.
+constexpr std::int64_t kTileRows = 12;
+constexpr std::int64_t kTilePanels = 2;
+static_assert(kDotRows % kTileRows == 0);
+constexpr std::int64_t kLine = 64;
+// Up to kStreamedRows one panel after the other streams from memory: by itself, then with a hint
+// this far ahead. With more the next panels are fetched to L2 meanwhile.
+constexpr std::int64_t kUnhintedRows = 3;
+constexpr std::int64_t kAheadBytes = 16384;
+constexpr std::int64_t kStreamedRows = kTileRows;
+// Values of x that a thread has rounded at a time.
+constexpr std::int64_t kRounded = 96 * 1024;
+
+// Tiles of a piece: as even as can be, since one with few rows would wait for its own additions.
+std::int64_t NumTiles(std::int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows; }
+std::int64_t TileRow(std::int64_t num_rows, std::int64_t tile) {
+  return num_rows * tile / NumTiles(num_rows);
+}
+
+__mmask16 FirstLanes(std::int64_t count) {
+  return static_cast<__mmask16>((1U << static_cast<unsigned>(count)) - 1U);
+}
+
+// What a tile reads of x: for each step of the weights [pairs of inputs][rows].
+struct TileInputs {
+  const std::uint32_t* pairs;
+  const float* scales;  // [steps][rows]; of integers
+};
+
+// Weights of bfloat16: a step is a pair of inputs.
+struct BFloat16Dots {
+  static constexpr std::int64_t kStepInputs = 2;
+  static constexpr std::int64_t kStepBytes = 4 * kPanelWidth;
+  static constexpr std::int64_t kBlockInputs = kPanelWidth;  // rounded at a time
+
+  // Rounds up to 16 inputs; pairs[i * rows] are to be written.
+  AVX512_DOT static void Round(const float* x, std::int64_t count, std::int64_t rows,
+                               std::uint32_t* pairs, float* /*scale*/) {
+    alignas(32) std::uint32_t rounded[kBlockInputs / 2];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(rounded),
+                       (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(FirstLanes(count), x)));
+    for (std::int64_t i = 0; i < (count + 1) / 2; ++i) pairs[i * rows] = rounded[i];
+  }
+
+  template <int kRows, int kPanels, bool kHint>
+  AVX512_DOT static void Tile(TileInputs x, std::int64_t num_steps, const std::byte* panel,
+                              std::int64_t panel_stride, float* acc, std::int64_t acc_panel_stride,
+                              const std::byte* next, std::int64_t next_step) {
+    __m512 sum[kPanels][kRows];
+    for (int p = 0; p < kPanels; ++p) {
+      for (int r = 0; r < kRows; ++r) {
+        sum[p][r] = _mm512_load_ps(acc + p * acc_panel_stride + r * kPanelWidth);
+      }
+    }
+    for (std::int64_t k = 0; k < num_steps; ++k, x.pairs += kRows, panel += kStepBytes) {
+      if constexpr (kHint) {
+        __builtin_prefetch(next, 0, 2);
+        next += next_step;
+      }
+      __m512bh w[kPanels];
+      for (int p = 0; p < kPanels; ++p) {
+        w[p] = (__m512bh)_mm512_loadu_si512(panel + p * panel_stride);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(x.pairs[r]));
+        for (int p = 0; p < kPanels; ++p) sum[p][r] = _mm512_dpbf16_ps(sum[p][r], w[p], pair);
+      }
+    }
+    for (int p = 0; p < kPanels; ++p) {
+      for (int r = 0; r < kRows; ++r) {
+        _mm512_store_ps(acc + p * acc_panel_stride + r * kPanelWidth, sum[p][r]);
+      }
+    }
+  }
+};
+
+// Weights of int8 or int4: a step is a group.
+template <WeightFormat kFormat>
+struct IntegerDots {
+  static constexpr std::int64_t kStepInputs = kQuantGroup;
+  static constexpr std::int64_t kStepBytes = GroupBytes(kFormat);
+  static constexpr std::int64_t kBlockInputs = kQuantGroup;
+  static constexpr int kPairs = kQuantGroup / 2;
+
+  AVX512_DOT static void Round(const float* x, std::int64_t count, std::int64_t rows,
+                               std::uint32_t* pairs, float* scale) {
+    constexpr float kLargest = 32767;
+    const __m512 low = _mm512_maskz_loadu_ps(FirstLanes(std::min<std::int64_t>(16, count)), x);
+    const __m512 high =
+        count <= 16 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(FirstLanes(count - 16), x + 16);
+    const float largest =
+        _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+    *scale = largest / kLargest;
+    const __m512 inverse = _mm512_set1_ps(largest == 0 ? 0 : kLargest / largest);
+    alignas(64) std::uint32_t rounded[kPairs];
+    const auto store = [&](__m512 values, std::uint32_t* to) AVX512_DOT {
+      const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtsepi32_epi16(integers));
+    };
+    store(low, rounded);
+    store(high, rounded + kPairs / 2);
+    for (std::int64_t i = 0; i < kPairs; ++i) pairs[i * rows] = rounded[i];
+  }
+
+  // Inputs 2 * pair and 2 * pair + 1 of a group, as int16.
+  AVX512_DOT static __m512i Load(const std::byte* group, int pair) {
+    const std::byte* values = group + kScaleBytes;
+    if constexpr (kFormat == WeightFormat::kInt8) {
+      return _mm512_cvtepi8_epi16(_mm256_loadu_si256(
+          reinterpret_cast<const __m256i*>(values + std::int64_t{pair} * 2 * kPanelWidth)));
+    } else {
+      const __m512i words = _mm512_loadu_si512(values + std::int64_t{pair} / 4 * kLine);
+      // Only 5 bits of an index count; the fifth belongs to the next value.
+      alignas(64) static constexpr std::int16_t kValues[32] = {
+          -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7,
+          -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+      return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, pair % 4 * 4),
+                                      _mm512_load_si512(kValues));
+    }
+  }
+
+  template <int kRows, int kPanels, bool kHint>
+  AVX512_DOT static void Tile(TileInputs x, std::int64_t num_steps, const std::byte* panel,
+                              std::int64_t panel_stride, float* acc, std::int64_t acc_panel_stride,
+                              const std::byte* next, std::int64_t next_step) {
+    for (std::int64_t k = 0; k < num_steps; ++k, panel += kStepBytes) {
+      if constexpr (kHint) {
+        const std::byte* const end = next + next_step;
+        for (; next < end; next += kLine) __builtin_prefetch(next, 0, 2);
+        next = end;
+      }
+      __m512i sum[kPanels][kRows];
+      for (int p = 0; p < kPanels; ++p) {
+        for (int r = 0; r < kRows; ++r) sum[p][r] = _mm512_setzero_si512();
+      }
+#pragma GCC unroll 16
+      for (int pair = 0; pair < kPairs; ++pair, x.pairs += kRows) {
+        __m512i w[kPanels];
+        for (int p = 0; p < kPanels; ++p) {
+          w[p] = Load(panel + p * panel_stride, pair);
+        }
+        for (int r = 0; r < kRows; ++r) {
+          const __m512i input = _mm512_set1_epi32(static_cast<int>(x.pairs[r]));
+          for (int p = 0; p < kPanels; ++p) {
+            sum[p][r] = _mm512_dpwssd_epi32(sum[p][r], w[p], input);
+          }
+        }
+      }
+      for (int p = 0; p < kPanels; ++p) {
+        const __m512 scale = _mm512_cvtph_ps(
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + p * panel_stride)));
+        for (int r = 0; r < kRows; ++r) {
+          float* const at = acc + p * acc_panel_stride + r * kPanelWidth;
+          const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[r]));
+          _mm512_store_ps(
+              at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[p][r]), factor, _mm512_load_ps(at)));
+        }
+      }
+      x.scales += kRows;
+    }
+  }
+};
+
+// x[row][first, first + depth) of a piece's rows, rounded, in the order it is read: for each tile
+// [steps][pairs of inputs][rows], past the last input zeros. A thread keeps it from piece to piece
+// of a product.
+struct RoundedRows {
+  std::uint32_t pairs[kRounded / 2];
+  float scales[kRounded / kQuantGroup];
+  std::uint64_t launch = 0;
+  const LinearParams* params = nullptr;
+  std::int64_t first_row = 0;
+  std::int64_t first = 0;
+
+  template <typename Dots>
+  AVX512_DOT void Round(const LinearParams& p, std::uint64_t of_launch, std::int64_t row,
+                        std::int64_t num_rows, std::int64_t begin, std::int64_t depth,
+                        std::int64_t num_steps) {
+    if (launch == of_launch && params == &p && first_row == row && first == begin) return;
+    launch = of_launch;
+    params = &p;
+    first_row = row;
+    first = begin;
+    constexpr bool in_groups = Dots::kStepInputs == kQuantGroup;
+    for (std::int64_t tile = 0; tile < NumTiles(num_rows); ++tile) {
+      const std::int64_t tile_row = TileRow(num_rows, tile);
+      const std::int64_t rows = TileRow(num_rows, tile + 1) - tile_row;
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const float* x = p.x + (row + tile_row + r) * p.x_stride + begin;
+        std::uint32_t* to = pairs + tile_row * num_steps * Dots::kStepInputs / 2 + r;
+        for (std::int64_t k = 0; k < depth; k += Dots::kBlockInputs) {
+          const std::int64_t block = in_groups ? tile_row * num_steps + k / kQuantGroup * rows : 0;
+          Dots::Round(x + k, std::min(Dots::kBlockInputs, depth - k), rows, to, &scales[block + r]);
+          to += Dots::kBlockInputs / 2 * rows;
+        }
+      }
+    }
+  }
+};
+
+template <int kMost, typename Body>
+AVX512_DOT inline void WithRows(std::int64_t rows, const Body& body) {
+  if constexpr (kMost > 1) {
+    if (rows < kMost) return WithRows<kMost - 1>(rows, body);
+  }
+  body(std::integral_constant<int, kMost>());
+}
+
+struct Sums {
+  alignas(64) float values[kTilePanels * kDotRows * kPanelWidth];
+};
+
+// A few panels side by side.
+struct Panels {
+  const std::byte* data;
+  std::int64_t stride_bytes;
+  std::int64_t count;
+  const std::byte* next;  // what to hint meanwhile, or null
+};
+
+// Panels times all rows of x.
+template <typename Dots>
+AVX512_DOT void Multiply(const RoundedRows& x, std::int64_t num_rows, std::int64_t num_steps,
+                         const Panels& panels, Sums& sums) {
+  constexpr bool in_groups = Dots::kStepInputs == kQuantGroup;
+  const std::int64_t tiles = NumTiles(num_rows);
+  const std::int64_t next_step = panels.count * Dots::kStepBytes / tiles;
+  for (std::int64_t tile = 0; tile < tiles; ++tile) {
+    const std::int64_t row = TileRow(num_rows, tile);
+    WithRows<kTileRows>(TileRow(num_rows, tile + 1) - row, [&](auto rows) AVX512_DOT {
+      const auto run = [&](auto count, auto hint) AVX512_DOT {
+        Dots::template Tile<decltype(rows)::value, decltype(count)::value, decltype(hint)::value>(
+            {.pairs = x.pairs + row * num_steps * Dots::kStepInputs / 2,
+             .scales = x.scales + row * (in_groups ? num_steps : 0)},
+            num_steps, panels.data, panels.stride_bytes, sums.values + row * kPanelWidth,
+            kDotRows * kPanelWidth, panels.next + tile * num_steps * next_step, next_step);
+      };
+      const auto hinted = [&](auto count) AVX512_DOT {
+        if (panels.next != nullptr) {
+          run(count, std::true_type());
+        } else {
+          run(count, std::false_type());
+        }
+      };
+      if (panels.count == kTilePanels) {
+        hinted(std::integral_constant<int, kTilePanels>());
+      } else {
+        hinted(std::integral_constant<int, 1>());
+      }
+    });
+  }
+}
+
+// y = sums + bias + residual for rows [row, row + num_rows) of one panel.
+AVX512_DOT void Store(const LinearParams& p, std::int64_t row, std::int64_t num_rows,
+                      std::int64_t panel, const float* sums) {
+  const std::int64_t out = panel * kPanelWidth;
+  const __mmask16 mask =
+      FirstLanes(std::min<std::int64_t>(kPanelWidth, p.weight->out_features() - out));
+  for (std::int64_t r = 0; r < num_rows; ++r, sums += kPanelWidth) {
+    const std::int64_t at = (row + r) * p.y_stride + out;
+    __m512 value = _mm512_load_ps(sums);
+    if (p.bias != nullptr) {
+      value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, p.bias + out));
+    }
+    if (p.residual != nullptr) {
+      value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, p.residual + at));
+    }
+    _mm512_mask_storeu_ps(p.y + at, mask, value);
+  }
+}
+
+template <typename Dots>
+AVX512_DOT void RunPiece(const LinearParams& p, const LinearPiece& piece, std::uint64_t launch) {
+  const std::int64_t num_rows = piece.end_row - piece.first_row;
+  const std::int64_t in_features = p.weight->in_features();
+  const std::int64_t panel_bytes = PanelBytes(p.weight->in_features(), p.weight->format());
+  // All inputs at once unless they are very many.
+  const std::int64_t depth =
+      std::min(in_features, kRounded / (Dots::kBlockInputs * num_rows) * Dots::kBlockInputs);
+  const std::int64_t step = num_rows <= kStreamedRows ? 1 : kTilePanels;
+  // By pointer: what is in a thread's own storage is taken from every thread's stack.
+  thread_local const auto rounded_rows = std::make_unique<RoundedRows>();
+  RoundedRows& x = *rounded_rows;
+  Sums sums;
+  for (std::int64_t panel = piece.first_panel; panel < piece.end_panel; panel += step) {
+    const std::int64_t count = std::min(step, piece.end_panel - panel);
+    const std::byte* data = p.weight->data() + panel * panel_bytes;
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::fill_n(sums.values + i * kDotRows * kPanelWidth, num_rows * kPanelWidth, 0.0F);
+    }
+    for (std::int64_t begin = 0; begin < in_features; begin += depth) {
+      const std::int64_t end = std::min(in_features, begin + depth);
+      const std::int64_t num_steps = (end - begin + Dots::kStepInputs - 1) / Dots::kStepInputs;
+      x.Round<Dots>(p, launch, piece.first_row, num_rows, begin, end - begin, num_steps);
+      const std::int64_t from = begin / Dots::kStepInputs * Dots::kStepBytes;
+      Panels panels = {
+          .data = data + from, .stride_bytes = panel_bytes, .count = count, .next = nullptr};
+      if (num_rows > kStreamedRows) {
+        panels.next = data + count * (panel_bytes + from);
+      } else if (num_rows > kUnhintedRows) {
+        panels.next = panels.data + kAheadBytes;
+      }
+      Multiply<Dots>(x, num_rows, num_steps, panels, sums);
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      Store(p, piece.first_row, num_rows, panel + i, sums.values + i * kDotRows * kPanelWidth);
+    }
+  }
+}
+
+}  // namespace
+
+void DotLinearTask(const LinearParams& params, const LinearPiece& piece, std::uint64_t launch) {
+  switch (params.weight->format()) {
+    case WeightFormat::kInt8:
+      return RunPiece<IntegerDots<WeightFormat::kInt8>>(params, piece, launch);
+    case WeightFormat::kInt4:
+      return RunPiece<IntegerDots<WeightFormat::kInt4>>(params, piece, launch);
+    default:
+      return RunPiece<BFloat16Dots>(params, piece, launch);
+  }
+}
+
+}  // namespace weft::kernels
+#else
+#include "server/base/check.h"
+
+namespace weft::kernels {
+
+void DotLinearTask(const LinearParams&, const LinearPiece&, std::uint64_t) {
+  CheckFailed(__FILE__, __LINE__, "HasDotProducts()", "no such CPU");
+}
+
+}  // namespace weft::kernels
+#endif
