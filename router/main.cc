@@ -46,8 +46,6 @@ namespace {
 // How late health checks may learn that the first group came or the last one went.
 constexpr absl::Duration kReadinessInterval = absl::Milliseconds(20);
 constexpr auto kReloadInterval = std::chrono::seconds(1);
-// For what is not Generate, once those have ended.
-constexpr absl::Duration kLastCalls = absl::Seconds(1);
 
 constexpr std::int32_t kDefaultMetricsPort = 9400;
 // The main loop turns far more often.
@@ -259,7 +257,7 @@ absl::Status Run(const Flags& flags, TerminationSignals& signals, SupervisorLink
   server->SetServing(v1::Inference::service_full_name(), false);
   drain_deadline.Set(static_cast<double>(absl::ToUnixSeconds(absl::Now() + flags.drain_timeout)));
   service.Drain(flags.drain_timeout);
-  server->Shutdown(kLastCalls);
+  server->Disconnect();
   return absl::OkStatus();
 }
 

@@ -7,12 +7,18 @@
 
 namespace weft {
 
+absl::Status RouterDrains() {
+  return WithReason(absl::UnavailableError("this router stops; ask another one"), kReasonDraining);
+}
+
+absl::Status RequestRegistry::CheckDrain() const {
+  MutexLock lock(mutex_);
+  return draining_ ? RouterDrains() : absl::OkStatus();
+}
+
 absl::Status RequestRegistry::Add(const std::string& request_id, std::weak_ptr<GenerateCall> call) {
   MutexLock lock(mutex_);
-  if (draining_) {
-    return WithReason(absl::UnavailableError("this router stops; ask another one"),
-                      kReasonDraining);
-  }
+  if (draining_) return RouterDrains();
   if (static_cast<std::int64_t>(calls_.size()) >= max_requests_) {
     return WithReason(absl::ResourceExhaustedError(fmt::format(
                           "{} requests are in flight already (--max-requests)", calls_.size())),

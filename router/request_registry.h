@@ -14,6 +14,9 @@ namespace weft {
 
 class GenerateCall;
 
+// UNAVAILABLE (DRAINING).
+absl::Status RouterDrains();
+
 // The requests in flight at this router, by request id, and their streams. Thread-safe.
 class RequestRegistry {
  public:
@@ -21,7 +24,7 @@ class RequestRegistry {
 
   // ALREADY_EXISTS        the id is in use;
   // RESOURCE_EXHAUSTED    max_requests are in flight (OVERLOADED);
-  // UNAVAILABLE           after StartDrain() (DRAINING).
+  // RouterDrains()        after StartDrain().
   absl::Status Add(const std::string& request_id, std::weak_ptr<GenerateCall> call);
   void Remove(const std::string& request_id);
 
@@ -29,11 +32,14 @@ class RequestRegistry {
   std::shared_ptr<GenerateCall> Find(const std::string& request_id) const;
   std::vector<std::shared_ptr<GenerateCall>> All() const;
 
-  // A stream counts from before its request is added until its status has gone out.
+  // A stream counts from before its request is added until its status has gone out; so does another
+  // call that may take long.
   void OpenStream();
   void CloseStream();
   // From now on every Add() fails.
   void StartDrain();
+  // RouterDrains() after StartDrain().
+  absl::Status CheckDrain() const;
   // False when streams are still open at `deadline`.
   bool WaitForNoStreams(std::chrono::steady_clock::time_point deadline);
 

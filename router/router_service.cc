@@ -103,8 +103,7 @@ void RouterService::Drain(absl::Duration timeout) {
   const auto limit = ToBoundedChrono(timeout);
   if (!registry.WaitForNoStreams(now() + limit)) {
     for (const auto& call : registry.All()) {
-      call->End(WithReason(absl::UnavailableError("this router stops; ask another one"),
-                           kReasonDraining));
+      call->End(RouterDrains());
     }
     registry.WaitForNoStreams(now() + kLastStatuses);
   }
@@ -182,29 +181,46 @@ grpc::ServerUnaryReactor* RouterService::Abort(grpc::CallbackServerContext* call
       });
 }
 
-absl::StatusOr<std::shared_ptr<Tenant::Place>> RouterService::StartTextCall(
+class RouterService::TextCall {
+ public:
+  explicit TextCall(RequestRegistry& registry) : registry_(registry) { registry_.OpenStream(); }
+  ~TextCall() { registry_.CloseStream(); }
+  TextCall(const TextCall&) = delete;
+  TextCall& operator=(const TextCall&) = delete;
+
+  std::unique_ptr<Tenant::Place> place;  // null when the router knows no tenants
+
+ private:
+  RequestRegistry& registry_;
+};
+
+absl::StatusOr<std::shared_ptr<RouterService::TextCall>> RouterService::StartTextCall(
     const grpc::CallbackServerContext& call) const {
   ASSIGN_OR_RETURN(const std::shared_ptr<Tenant> tenant, Authenticate(call));
-  if (tenant == nullptr) return nullptr;
-  return tenant->StartRequest(absl::Now());
+  auto text_call = std::make_shared<TextCall>(*context_.registry);
+  RETURN_IF_ERROR(context_.registry->CheckDrain());
+  if (tenant != nullptr) {
+    ASSIGN_OR_RETURN(text_call->place, tenant->StartRequest(absl::Now()));
+  }
+  return text_call;
 }
 
 grpc::ServerUnaryReactor* RouterService::Tokenize(grpc::CallbackServerContext* call,
                                                   const grpc::ByteBuffer* request,
                                                   grpc::ByteBuffer* response) {
-  const auto place = StartTextCall(*call);
+  const auto text_call = StartTextCall(*call);
   return UnaryCall<v1::TokenizeRequest, v1::TokenizeResponse>::Start(
-      place.status(), *request, response, context_.text_pool,
-      [this, place](const auto& in, auto& out) { return DoTokenize(context_, in, out); });
+      text_call.status(), *request, response, context_.text_pool,
+      [this, text_call](const auto& in, auto& out) { return DoTokenize(context_, in, out); });
 }
 
 grpc::ServerUnaryReactor* RouterService::Detokenize(grpc::CallbackServerContext* call,
                                                     const grpc::ByteBuffer* request,
                                                     grpc::ByteBuffer* response) {
-  const auto place = StartTextCall(*call);
+  const auto text_call = StartTextCall(*call);
   return UnaryCall<v1::DetokenizeRequest, v1::DetokenizeResponse>::Start(
-      place.status(), *request, response, context_.text_pool,
-      [this, place](const auto& in, auto& out) { return DoDetokenize(context_, in, out); });
+      text_call.status(), *request, response, context_.text_pool,
+      [this, text_call](const auto& in, auto& out) { return DoDetokenize(context_, in, out); });
 }
 
 grpc::ServerUnaryReactor* RouterService::GetModelInfo(grpc::CallbackServerContext* call,

@@ -27,8 +27,8 @@ class RouterService final
  public:
   explicit RouterService(const GenerateContext& context) : context_(context) {}
 
-  // Refuses new requests as DRAINING, gives those in flight `timeout`, and ends the rest as
-  // DRAINING. Returns when the last status has gone out. The server still listens.
+  // Refuses new requests, and text, as DRAINING, gives those in flight `timeout`, and ends the rest
+  // as DRAINING. Returns when the last status has gone out. The server still listens.
   void Drain(absl::Duration timeout);
 
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext* call,
@@ -52,9 +52,9 @@ class RouterService final
  private:
   absl::StatusOr<std::shared_ptr<Tenant>> Authenticate(
       const grpc::CallbackServerContext& call) const;
-  // What a call that needs the tokenizer holds, of a tenant with limits: Generate()'s are its
-  // limits.
-  absl::StatusOr<std::shared_ptr<Tenant::Place>> StartTextCall(
+  // A call that needs the tokenizer. Of a tenant with limits: Generate()'s are its limits.
+  class TextCall;
+  absl::StatusOr<std::shared_ptr<TextCall>> StartTextCall(
       const grpc::CallbackServerContext& call) const;
   ResponseStream::EndHandler EndHandler(std::chrono::system_clock::time_point deadline,
                                         const Tenant* tenant,

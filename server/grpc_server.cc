@@ -1,13 +1,18 @@
 #include "server/grpc_server.h"
 
 #include <netdb.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstddef>
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "fmt/format.h"
 #include "google/protobuf/stubs/logging.h"
@@ -84,6 +89,42 @@ std::string BindError(const std::string& address) {
   }
   freeaddrinfo(found);
   return reason;
+}
+
+// Whether a socket with this name was bound to `address`, or accepted there.
+bool IsOf(const sockaddr_storage& name, socklen_t size, std::string_view address) {
+  if (address.starts_with(kUnixAbstract)) {
+    const auto& local = reinterpret_cast<const sockaddr_un&>(name);
+    constexpr std::size_t kPath = offsetof(sockaddr_un, sun_path);
+    return name.ss_family == AF_UNIX && size > kPath && local.sun_path[0] == '\0' &&
+           std::string_view(local.sun_path + 1, size - kPath - 1) ==
+               address.substr(kUnixAbstract.size());
+  }
+  if (name.ss_family != AF_INET && name.ss_family != AF_INET6) return false;
+  const in_port_t port = reinterpret_cast<const sockaddr_in&>(name).sin_port;  // in6's place, too
+  return std::to_string(ntohs(port)) == address.substr(address.rfind(':') + 1);
+}
+
+// The sockets that listen on these addresses, or those that were accepted there. gRPC does not
+// tell.
+std::vector<int> SocketsOf(const std::vector<std::string>& addresses, bool listening) {
+  std::vector<int> found;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
+    const int fd = std::stoi(entry.path().filename());
+    int accepts = 0;
+    socklen_t size = sizeof(accepts);
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &size) != 0) continue;
+    if ((accepts != 0) != listening) continue;
+    sockaddr_storage name = {};
+    size = sizeof(name);
+    if (getsockname(fd, reinterpret_cast<sockaddr*>(&name), &size) != 0) continue;
+    if (std::any_of(addresses.begin(), addresses.end(),
+                    [&](const std::string& address) { return IsOf(name, size, address); })) {
+      found.push_back(fd);
+    }
+  }
+  return found;
 }
 
 // Keeps gRPC up until the process ends. The last object's grpc_shutdown() joins a thread that may
@@ -198,6 +239,13 @@ GrpcServer::~GrpcServer() { Shutdown(absl::ZeroDuration()); }
 
 void GrpcServer::SetServing(std::string_view service, bool serving) {
   server_->GetHealthCheckService()->SetServingStatus(std::string(service), serving);
+}
+
+void GrpcServer::Disconnect() {
+  for (const int fd : SocketsOf(addresses_, /*listening=*/true)) shutdown(fd, SHUT_RDWR);
+  // Our half: without the other one the kernel resets the connection of a client that writes, which
+  // may not have read all yet.
+  for (const int fd : SocketsOf(addresses_, /*listening=*/false)) shutdown(fd, SHUT_WR);
 }
 
 void GrpcServer::Shutdown(absl::Duration deadline) {

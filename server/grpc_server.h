@@ -74,6 +74,11 @@ class GrpcServer {
   // What health checks of `service` ("weft.v1.Inference") answer.
   void SetServing(std::string_view service, bool serving);
 
+  // No connection takes or gives anything more, and none is accepted: calls that run or arrive end
+  // with UNAVAILABLE at their clients, which first read what has been written. Do this before
+  // Shutdown() where no call may seem cancelled: to one that arrives later gRPC says CANCELLED.
+  void Disconnect();
+
   // All health checks answer NOT_SERVING, no new call is accepted, running ones have `deadline`
   // to end and are cancelled then. Returns when the last one is over. Idempotent.
   void Shutdown(absl::Duration deadline);

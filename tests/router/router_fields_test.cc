@@ -1,10 +1,13 @@
 // The text side of every field of Generate, against scripted leaders over real gRPC.
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -372,6 +375,34 @@ TEST_F(RouterFieldsTest, ADrainLetsRequestsFinishAndEndsTheRestAsDraining) {
   EXPECT_EQ(ReasonOf(stays->Wait()), kReasonDraining) << stays->Wait();
   staying_call->WaitUntilCancelled();
   drain.join();
+}
+
+TEST_F(RouterFieldsTest, ADrainLetsTextCallsFinishAndTakesNoMore) {
+  StartOne();
+  const auto tokenize = [this] {
+    grpc::ClientContext context;
+    v1::TokenizeRequest request;
+    request.set_text("x");
+    v1::TokenizeResponse response;
+    return FromGrpcStatus(stub_->Tokenize(&context, request, &response));
+  };
+  std::atomic<bool> busy = true;
+  for (int i = 0; i < 2; ++i) {  // as many as the pool has threads
+    ASSERT_TRUE(text_pool_->Submit([&busy] { busy.wait(true); }).ok());
+  }
+  while (text_pool_->num_waiting() > 0) std::this_thread::yield();
+  absl::Status first;
+  std::thread caller([&] { first = tokenize(); });
+  while (text_pool_->num_waiting() == 0) std::this_thread::yield();
+  std::thread drain([this] { service_->Drain(absl::Hours(1)); });
+  while (registry_.CheckDrain().ok()) std::this_thread::yield();
+  EXPECT_EQ(ReasonOf(tokenize()), kReasonDraining);
+  EXPECT_FALSE(registry_.WaitForNoStreams(std::chrono::steady_clock::now()));
+  busy = false;
+  busy.notify_all();
+  caller.join();
+  drain.join();
+  EXPECT_TRUE(first.ok()) << first;
 }
 
 TEST_F(RouterFieldsTest, RequestsInFlightAreBounded) {

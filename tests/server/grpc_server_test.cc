@@ -43,6 +43,14 @@ class Service : public v1::Inference::CallbackService {
     reactor->Finish(grpc::Status::OK);
     return reactor;
   }
+  // As often as one likes at once.
+  grpc::ServerUnaryReactor* GetModelInfo(grpc::CallbackServerContext* context,
+                                         const v1::GetModelInfoRequest*,
+                                         v1::GetModelInfoResponse*) override {
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(grpc::Status::OK);
+    return reactor;
+  }
   std::size_t answer_bytes = 1;
   bool hold = false;  // the first call is not answered
   std::atomic<int> calls = 0;
@@ -258,6 +266,35 @@ TEST_F(GrpcServerTest, AChannelFindsAServerThatCameBackUnderTheSameName) {
     } while (!status.ok() && std::chrono::system_clock::now() < deadline);
     EXPECT_TRUE(status.ok()) << status.error_message();
     (*server)->Shutdown(absl::ZeroDuration());
+  }
+}
+
+// gRPC's Shutdown() answers a call that arrives meanwhile with CANCELLED, as if its client had.
+TEST_F(GrpcServerTest, ACallThatRacesTheServersEndIsServedOrUnavailable) {
+  const std::string name = "unix-abstract:weft-test-race-" + std::to_string(getpid());
+  for (int round = 0; round < 20; ++round) {
+    auto server = Start({"127.0.0.1:0", name});
+    ASSERT_TRUE(server.ok()) << server.status();
+    std::atomic<int> served = 0;
+    std::vector<std::thread> clients;
+    for (int i = 0; i < 8; ++i) {
+      const auto channel = NewGrpcChannel((*server)->addresses()[i % 2]);
+      clients.emplace_back([&served, stub = v1::Inference::NewStub(channel)] {
+        grpc::Status status;
+        while (status.ok()) {
+          grpc::ClientContext context;
+          v1::GetModelInfoResponse response;
+          status = stub->GetModelInfo(&context, {}, &response);
+          if (status.ok()) ++served;
+        }
+        EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE)
+            << status.error_code() << ": " << status.error_message();
+      });
+    }
+    while (served < 200) std::this_thread::yield();
+    (*server)->Disconnect();
+    (*server)->Shutdown(absl::ZeroDuration());
+    for (std::thread& client : clients) client.join();
   }
 }
 
