@@ -1,20 +1,27 @@
 #!/usr/bin/env bash
-# What sharding the KV cache by position buys: sessions of an agent on a model of SmolLM2's size with one KV head,
-# two ranks with equal KV bytes each, --decode-context-parallel-size 1 against 2. What the sessions need at last is
-# just under two budgets, so that N=1 computes again and again what N=2 finds. Needs a build and a quiet machine.
-#   scripts/bench_dcp.sh [--rounds 1] [--sessions 8] [--turns 8] [--prefix-len 2048] [--session-len 1024]
-#                        [--turn-len 16] [--output-len 64] [--budget BLOCKS]
-# --budget is what one rank holds without sharding, in blocks of 128 tokens; default: half of what the sessions need.
-# Prints requests per second, the most requests that ran at a time and the hit ratio of each, the ratios, and what
-# one short request alone loses. Fails when requests per second are under 2 times or the peak under 1.9 times.
+# What sharding the KV cache by position buys, and costs. Needs a build and a quiet machine.
+#   scripts/bench_dcp.sh [--rounds 1] [--workload agentic] [--sessions 8] [--turns 8] [--prefix-len 2048]
+#                        [--session-len 1024] [--turn-len 16] [--output-len 64] [--budget BLOCKS]
+#   scripts/bench_dcp.sh [--rounds 1] --workload saturated|equal
+# agentic: sessions of an agent on a model of SmolLM2's size with one KV head, two ranks with equal KV bytes each,
+#   --decode-context-parallel-size 1 against 2. What the sessions need at last is just under two budgets, so that N=1
+#   computes again and again what N=2 finds. --budget is what one rank holds without sharding, in blocks of 128 tokens;
+#   default: half of what the sessions need. Prints requests per second, the most requests that ran at a time and the
+#   hit ratio of each, the ratios, and what one short request alone loses. Fails when requests per second are under 2
+#   times or the peak under 1.9 times.
+# saturated: the same model and ranks, more requests than fit, whose contexts grow to 2K and to 8K tokens; a rank holds
+#   two of them without sharding. Fails when N=2 gives under 1.6 times the output tokens per second of N=1.
+# equal: SmolLM2 with 8 clients at contexts of about 512, T=2 x N=2 with a thread a rank against one rank with two
+#   threads. Fails under 0.95 times.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=${WEFT_BIN_DIR:-$PWD/build/bin}
 . scripts/serve.sh
-rounds=1 sessions=8 turns=8 prefix=2048 session=1024 turn=16 output=64 budget=
+workload=agentic rounds=1 sessions=8 turns=8 prefix=2048 session=1024 turn=16 output=64 budget=
 while (($# > 1)); do
   case $1 in
     --rounds) rounds=$2 ;;
+    --workload) workload=$2 ;;
     --sessions) sessions=$2 ;;
     --turns) turns=$2 ;;
     --prefix-len) prefix=$2 ;;
@@ -33,21 +40,82 @@ readonly python=.venv/bin/python
 readonly kv_bytes_per_token=$((2 * 64 * 2 * 30)) # K and V of one head of 64 in float16, 30 layers
 [[ -e $model/config.json ]] || "$python" scripts/make_model.py "$model" --num-key-value-heads 1
 
-readonly block=128
-blocks() { echo $((($1 + block - 1) / block)); }
-need=$(($(blocks "$prefix") + sessions * $(blocks $((session + turns * (turn + output)))) + 1))
-budget=${budget:-$(((need + 1) / 2))}
-echo "the sessions need $need blocks of $block tokens; a rank holds $budget without sharding, two $((2 * budget)) with it"
-
 work=$(mktemp -d)
 server=
 stop() { [[ -z $server ]] || { kill "$server" && wait "$server" || true; } 2>/dev/null; server=; }
 trap 'stop; rm -rf "$work"' EXIT
 
+readonly block=128
+# sharded N KV_BLOCKS: two ranks of the model with one KV head.
+sharded() {
+  serve "$work/log" "$model" --skip-tokenizer-init -tp 2 -dcp "$1" --block-size="$block" \
+    --kv-cache-memory-bytes=$(($2 * block * kv_bytes_per_token)) --kv-cache-dtype=float16
+}
+# throughput FILE ARGUMENTS...: of random prompts.
+throughput() {
+  "$bin/weft" bench --address "$address" --format=json --num-warmups=2 "${@:2}" >"$1"
+}
+# compare FLOOR ONE TWO: the medians of output tokens per second in ONE.* and TWO.*, as a ratio.
+compare() {
+  "$python" - "$work" "$@" <<'EOF'
+import json, pathlib, statistics, sys
+
+work, floor, one, two = pathlib.Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:]
+rounds = {name: [json.loads(p.read_text()) for p in sorted(work.glob(f"{name}.*.json"))] for name in (one, two)}
+speed = {name: [r["output_throughput"] for r in all_rounds] for name, all_rounds in rounds.items()}
+for name, values in speed.items():
+    print(f"{name:24} {statistics.median(values):8.1f} ({min(values):.1f}..{max(values):.1f}) output tok/s, "
+          f"peak running {max(r['peak_running'] for r in rounds[name])}")
+ratios = [b / a for a, b in zip(speed[one], speed[two])]
+print(f"{two} / {one}: {statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f}), at least {floor}")
+sys.exit(0 if statistics.median(ratios) >= floor else 1)
+EOF
+}
+
+case $workload in
+  agentic) ;;
+  saturated)
+    status=0
+    for context in 2048 8192; do
+      for ((round = 1; round <= rounds; ++round)); do
+        for n in 1 2; do
+          sharded "$n" $((2 * (context / block) + 2))
+          throughput "$work/context-$context-N$n.$round.json" --num-prompts=8 --max-concurrency=8 \
+            --random-input-len=$((context / 8)) --random-output-len=$((context - context / 8))
+          stop
+        done
+      done
+      compare 1.6 "context-$context-N1" "context-$context-N2" || status=1
+    done
+    exit "$status"
+    ;;
+  equal)
+    for ((round = 1; round <= rounds; ++round)); do
+      for layout in T1 T2-N2; do
+        case $layout in
+          T1) flags=(--threads-per-rank=2) ;;
+          *) flags=(-tp 2 -dcp 2 --threads-per-rank=1) ;;
+        esac
+        serve "$work/log" models/smollm2-135m-instruct "${flags[@]}"
+        throughput "$work/$layout.$round.json" --num-prompts=24 --max-concurrency=8 --random-input-len=448 \
+          --random-output-len=128
+        stop
+      done
+    done
+    compare 0.95 T1 T2-N2
+    exit
+    ;;
+  *) echo "bench_dcp: --workload takes agentic, saturated or equal" >&2 && exit 2 ;;
+esac
+
+blocks() { echo $((($1 + block - 1) / block)); }
+need=$(($(blocks "$prefix") + sessions * $(blocks $((session + turns * (turn + output)))) + 1))
+budget=${budget:-$(((need + 1) / 2))}
+echo "the sessions need $need blocks of $block tokens; a rank holds $budget without sharding, two $((2 * budget)) with it"
+
 # measure N ROUND
 measure() {
-  serve "$work/log" "$model" --skip-tokenizer-init -tp 2 -dcp "$1" --block-size="$block" \
-    --kv-cache-memory-bytes=$((budget * block * kv_bytes_per_token)) --kv-cache-dtype=float16
+  sharded "$1" "$budget"
   "$bin/weft" bench --address "$address" --format=json --num-prompts=10 --random-input-len=32 \
     --random-output-len=32 --max-concurrency=1 --num-warmups=3 >"$work/short.$1.$2.json"
   "$bin/weft" bench --address "$address" --format=json --dataset=agentic --agentic-sessions="$sessions" \
