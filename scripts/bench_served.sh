@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# `weft serve` beside llama-server: SmolLM2 in bfloat16 with two threads, prompts of 512 tokens and answers of 128, all
+# requests at once, each program alone on the machine, in alternating rounds. Prints output tokens per second and
+# ratios; fails when Weft is slower anywhere. Needs a build and a quiet machine; scripts/bench_peer.sh builds the peer.
+#   scripts/bench_served.sh [--rounds 3] [--clients "8 32 64"] [--output FILE]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bin=${WEFT_BIN_DIR:-$PWD/build/bin}
+. scripts/serve.sh
+rounds=3 clients="8 32 64" output=tests/bench/results/served.json
+while (($# > 1)); do
+  case $1 in
+    --rounds) rounds=$2 ;;
+    --clients) clients=$2 ;;
+    --output) output=$2 ;;
+    *) break ;;
+  esac
+  shift 2
+done
+(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; }
+
+readonly input=512 answer=128
+readonly peer=.deps/llama.cpp/build/bin/llama-server gguf=.deps/models/smollm2-135m-bf16.gguf
+[[ -x $peer && -e $gguf ]] || { echo "bench_served: run scripts/bench_peer.sh first" >&2; exit 1; }
+python=.venv/bin/python
+work=$(mktemp -d)
+server=
+stop() { [[ -z $server ]] || { kill "$server" && wait "$server" || true; } 2>/dev/null; server=; }
+trap 'stop; rm -rf "$work"' EXIT
+
+# serve_peer CLIENTS: `address` is where it listens.
+serve_peer() {
+  local port
+  port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+  "$peer" -m "$gguf" -t 2 -tb 2 -np "$1" -c $(($1 * (input + answer + 8))) --no-kv-unified --host 127.0.0.1 \
+    --port "$port" >"$work/log" 2>&1 &
+  server=$!
+  address=http://127.0.0.1:$port
+  until [[ $(curl -s -o "$work/health" -w '%{http_code}' "$address/health") == 200 ]]; do
+    kill -0 "$server" 2>/dev/null || { cat "$work/log" >&2; exit 1; }
+    sleep 0.2
+  done
+}
+
+for ((round = 1; round <= rounds; ++round)); do
+  for n in $clients; do
+    serve "$work/log" models/smollm2-135m-instruct --threads-per-rank=2
+    "$bin/weft" bench --address "$address" --format=json --num-prompts="$n" --max-concurrency="$n" --num-warmups=1 \
+      --random-input-len="$input" --random-output-len="$answer" >"$work/weft.$n.$round.json" 2>"$work/bench.log"
+    stop
+    serve_peer "$n"
+    "$python" scripts/bench_served.py --url "$address" --clients "$n" --input-len "$input" --output-len "$answer" \
+      >"$work/peer.$n.$round.json"
+    stop
+  done
+done
+"$python" - "$work" "$output" "$clients" <<'EOF'
+import json, pathlib, statistics, sys
+
+work, output, clients = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3].split()
+
+def speeds(program, n):
+    return [json.loads(p.read_text())["output_throughput"] for p in sorted(work.glob(f"{program}.{n}.*.json"))]
+
+def spread(values, digits):
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
+
+result, ahead = {}, True
+print(f"{'clients':>8}{'weft, output tok/s':>24}{'llama-server':>24}{'ratio':>24}")
+for n in clients:
+    own, peer = speeds("weft", n), speeds("peer", n)
+    ratios = [a / b for a, b in zip(own, peer)]
+    ahead &= statistics.median(ratios) >= 1
+    result[n] = {"weft": own, "llama-server": peer}
+    print(f"{n:>8}{spread(own, 0):>24}{spread(peer, 0):>24}{spread(ratios, 2):>24}")
+output.write_text(json.dumps(result, indent=1) + "\n")
+print(f"written to {output}")
+sys.exit(0 if ahead else 1)
+EOF
