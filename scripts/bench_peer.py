@@ -37,7 +37,7 @@ def decode(batch, prompt, tokens, ahead=0):
 
 
 def prefill(tokens):
-    return Cell(batch=0, weft=["--prompt", str(tokens), "--tokens", "1"],
+    return Cell(batch=0, weft=["--prompt", str(tokens), "--tokens", "1", "--max-model-len", str(tokens + 1)],
                 peer=["llama-bench", "-p", str(tokens), "-n", "0"])
 
 
@@ -56,12 +56,12 @@ CELLS = {
     DECODE: decode(1, 128, 128),
     "decode, batch 1 at 2048": decode(1, 2048, 64),
     DECODE_8: decode(8, 128, 64),
-    "decode, batch 32": decode(32, 128, 64, ahead=16),
-    "decode, batch 64": decode(64, 128, 64, ahead=32),
+    "decode, batch 32": decode(32, 128, 64, ahead=24),
+    "decode, batch 64": decode(64, 128, 64, ahead=48),
     "decode, batch 8 at 1024": decode(8, 1024, 64, ahead=16),
-    "decode, batch 32 at 1024": decode(32, 1024, 64, ahead=64),
-    "decode, batch 64 at 1024": decode(64, 1024, 64, ahead=128),
-    "decode, batch 8 at 4096": decode(8, 4096, 32, ahead=64),
+    "decode, batch 32 at 1024": decode(32, 1024, 64, ahead=24),
+    "decode, batch 64 at 1024": decode(64, 1024, 64, ahead=48),
+    "decode, batch 8 at 4096": decode(8, 4096, 32, ahead=16),
 }
 QUICK = (PREFILL, DECODE, DECODE_8)
 

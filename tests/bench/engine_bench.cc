@@ -2,9 +2,8 @@
 // this process with the real leader, scheduler, plans, runner and sampler, without gRPC. Runs one
 // case and prints it as one line of JSON; scripts/bench_peer.sh runs it beside a peer.
 // --tokens 1 measures prefill (prompt tokens until the first token), more measures decode: tokens
-// while every request is decoding. For that many requests start while others are still in their
-// prompts: tries after the first find them in the prefix cache, but give --tokens enough. The
-// result is the median try.
+// while every request is decoding. Many requests start while others are still in their prompts,
+// although these are in the prefix cache: give --tokens enough. The result is the median try.
 
 #include <algorithm>
 #include <memory>
@@ -137,7 +136,9 @@ void Run(const BenchOptions& options) {
   const std::unique_ptr<LocalGroup> group = StartGroup(options);
   // Warms caches, pages and threads; when decoding also the prefix cache.
   const bool decode = options.max_tokens > 1;
-  RunOnce(options, *group, 0);
+  BenchOptions warm_up = options;
+  warm_up.max_tokens = 1;
+  RunOnce(warm_up, *group, 0);
   // The group's threads sleep while the limits are measured.
   kernels::CpuStream stream(options.threads);
   const auto before = kernels::MeasureMachineLimits(stream);
