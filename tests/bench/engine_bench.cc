@@ -125,7 +125,7 @@ std::unique_ptr<LocalGroup> StartGroup(const BenchOptions& options) {
   group.model.max_num_batched_tokens = options.max_num_batched_tokens;
   group.model.max_model_len = options.max_model_len;
   group.model.max_num_seqs = std::max(64, options.batch);
-  group.model.num_blocks = options.batch * (options.max_model_len / 128 + 1);
+  group.model.num_blocks = options.batch * (options.max_model_len / 128 + 3);
   group.threads_per_rank = options.threads;
   auto started = LocalGroup::Start(group);
   CHECK_MSG(started.ok(), started.status().ToString());
