@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <utility>
@@ -41,6 +42,62 @@ HWY_INLINE void Widen(const std::byte* HWY_RESTRICT in, std::int64_t count,
     for (int v = 0; v < kVecs; ++v) hn::StoreU(w[v], PanelTag(), out + i + v * kLanes);
   }
   for (; i < count; ++i) out[i] = LoadElement(in, i, kDType);
+}
+
+// `count` values to what StoreElement() makes of them.
+template <DType kDType>
+HWY_INLINE void Narrow(const float* HWY_RESTRICT in, std::int64_t count, std::byte* out) {
+  std::int64_t i = 0;
+  // Other targets round halves their own way.
+  if constexpr (kDType == DType::kFloat16 && (HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3)) {
+    const hn::Rebind<hwy::float16_t, PanelTag> dh;
+    for (; i + kLanes <= count; i += kLanes) {
+      hn::StoreU(hn::DemoteTo(dh, hn::LoadU(PanelTag(), in + i)), dh,
+                 reinterpret_cast<hwy::float16_t*>(out) + i);
+    }
+  }
+  for (; i < count; ++i) StoreElement(out, i, kDType, in[i]);
+}
+
+// Puts a row's K and V of one head where its slot is.
+template <DType kDType>
+void AppendHead(const KvAppendParams& p, std::int64_t row, std::int32_t head) {
+  constexpr std::int64_t kBytes = DTypeBytes(kDType);
+  const std::int64_t block = p.slots[row] / p.block_tokens_per_rank;
+  const auto token = static_cast<std::int32_t>(p.slots[row] % p.block_tokens_per_rank);
+  const std::int64_t start =
+      (block * p.num_kv_heads + head) * std::int64_t{p.block_tokens_per_rank} * p.head_dim;
+  const std::int64_t at = row * p.kv_stride + std::int64_t{head} * p.head_dim;
+  alignas(64) std::byte k[kMaxLatentDim * kBytes];
+  Narrow<kDType>(p.k + at, p.head_dim, k);
+  const std::int64_t first = KIndex(token, 0, p.head_dim, p.block_tokens_per_rank);
+  const std::int64_t step = KIndex(token, 1, p.head_dim, p.block_tokens_per_rank) - first;
+  auto* to = static_cast<std::byte*>(p.k_blocks) + (start + first) * kBytes;
+  for (std::int32_t dim = 0; dim < p.head_dim; ++dim, to += step * kBytes) {
+    std::memcpy(to, k + dim * kBytes, kBytes);
+  }
+  if (p.v == nullptr) return;
+  Narrow<kDType>(
+      p.v + at, p.head_dim,
+      static_cast<std::byte*>(p.v_blocks) + (start + VIndex(token, 0, p.head_dim)) * kBytes);
+}
+
+void AppendRows(const KvAppendParams& p, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    for (std::int32_t head = 0; head < p.num_kv_heads; ++head) {
+      switch (p.kv_dtype) {
+        case DType::kFloat32:
+          AppendHead<DType::kFloat32>(p, row, head);
+          break;
+        case DType::kBFloat16:
+          AppendHead<DType::kBFloat16>(p, row, head);
+          break;
+        case DType::kFloat16:
+          AppendHead<DType::kFloat16>(p, row, head);
+          break;
+      }
+    }
+  }
 }
 
 // A local token of a sequence and KV head: where its block's K or V is, and where in it.

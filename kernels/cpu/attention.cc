@@ -21,6 +21,7 @@
 namespace weft::kernels {
 
 HWY_EXPORT(AttendKeys);
+HWY_EXPORT(AppendRows);
 
 namespace {
 
@@ -282,28 +283,14 @@ std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_
 
 absl::Status KvAppend(const KvAppendParams& params, Stream& stream) {
   if (DeviceStream* const device = OnDevice(stream)) return device->KvAppend(params);
-  const KvAppendParams& p = params;
-  const std::int64_t head_elements = std::int64_t{p.block_tokens_per_rank} * p.head_dim;
-  const std::int64_t row_cost = std::int64_t{8} * p.num_kv_heads * p.head_dim;
-  ParallelRows(PoolOf(stream), p.num_rows, row_cost, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      const std::int64_t block = p.slots[row] / p.block_tokens_per_rank;
-      const auto token = static_cast<std::int32_t>(p.slots[row] % p.block_tokens_per_rank);
-      for (std::int32_t head = 0; head < p.num_kv_heads; ++head) {
-        const std::int64_t start = (block * p.num_kv_heads + head) * head_elements;
-        const float* k = p.k + row * p.kv_stride + std::int64_t{head} * p.head_dim;
-        for (std::int32_t dim = 0; dim < p.head_dim; ++dim) {
-          StoreElement(p.k_blocks, start + KIndex(token, dim, p.head_dim, p.block_tokens_per_rank),
-                       p.kv_dtype, k[dim]);
-        }
-        if (p.v == nullptr) continue;
-        const float* v = p.v + row * p.kv_stride + std::int64_t{head} * p.head_dim;
-        for (std::int32_t dim = 0; dim < p.head_dim; ++dim) {
-          StoreElement(p.v_blocks, start + VIndex(token, dim, p.head_dim), p.kv_dtype, v[dim]);
-        }
-      }
-    }
-  });
+  if (params.head_dim > kMaxLatentDim) {
+    return absl::InvalidArgumentError(
+        fmt::format("head_dim is {}; KvAppend supports up to {}", params.head_dim, kMaxLatentDim));
+  }
+  const std::int64_t row_cost = std::int64_t{8} * params.num_kv_heads * params.head_dim;
+  const auto append = HWY_DYNAMIC_DISPATCH(AppendRows);
+  ParallelRows(PoolOf(stream), params.num_rows, row_cost,
+               [&](std::int64_t begin, std::int64_t end) { append(params, begin, end); });
   return absl::OkStatus();
 }
 

@@ -40,6 +40,21 @@ __mmask16 FirstLanes(std::int64_t count) {
   return static_cast<__mmask16>((1U << static_cast<unsigned>(count)) - 1U);
 }
 
+// Where a tile's sums are; not yet there: they start at 0.
+struct TileSums {
+  float* values;  // [panels][rows][16]
+  std::int64_t panel_stride;
+  bool from_zero;
+
+  AVX512_DOT __m512 Load(int panel, int row) const {
+    return from_zero ? _mm512_setzero_ps()
+                     : _mm512_load_ps(values + panel * panel_stride + row * kPanelWidth);
+  }
+  AVX512_DOT void Store(int panel, int row, __m512 sum) const {
+    _mm512_store_ps(values + panel * panel_stride + row * kPanelWidth, sum);
+  }
+};
+
 // What a tile reads of x: for each step of the weights [pairs of inputs][rows].
 struct TileInputs {
   const std::uint32_t* pairs;
@@ -63,13 +78,11 @@ struct BFloat16Dots {
 
   template <int kRows, int kPanels, bool kHint>
   AVX512_DOT static void Tile(TileInputs x, std::int64_t num_steps, const std::byte* panel,
-                              std::int64_t panel_stride, float* acc, std::int64_t acc_panel_stride,
-                              const std::byte* next, std::int64_t next_step) {
+                              std::int64_t panel_stride, TileSums sums, const std::byte* next,
+                              std::int64_t next_step) {
     __m512 sum[kPanels][kRows];
     for (int p = 0; p < kPanels; ++p) {
-      for (int r = 0; r < kRows; ++r) {
-        sum[p][r] = _mm512_load_ps(acc + p * acc_panel_stride + r * kPanelWidth);
-      }
+      for (int r = 0; r < kRows; ++r) sum[p][r] = sums.Load(p, r);
     }
     for (std::int64_t k = 0; k < num_steps; ++k, x.pairs += kRows, panel += kStepBytes) {
       if constexpr (kHint) {
@@ -86,9 +99,7 @@ struct BFloat16Dots {
       }
     }
     for (int p = 0; p < kPanels; ++p) {
-      for (int r = 0; r < kRows; ++r) {
-        _mm512_store_ps(acc + p * acc_panel_stride + r * kPanelWidth, sum[p][r]);
-      }
+      for (int r = 0; r < kRows; ++r) sums.Store(p, r, sum[p][r]);
     }
   }
 };
@@ -140,8 +151,8 @@ struct IntegerDots {
 
   template <int kRows, int kPanels, bool kHint>
   AVX512_DOT static void Tile(TileInputs x, std::int64_t num_steps, const std::byte* panel,
-                              std::int64_t panel_stride, float* acc, std::int64_t acc_panel_stride,
-                              const std::byte* next, std::int64_t next_step) {
+                              std::int64_t panel_stride, TileSums sums, const std::byte* next,
+                              std::int64_t next_step) {
     for (std::int64_t k = 0; k < num_steps; ++k, panel += kStepBytes) {
       if constexpr (kHint) {
         const std::byte* const end = next + next_step;
@@ -169,12 +180,11 @@ struct IntegerDots {
         const __m512 scale = _mm512_cvtph_ps(
             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + p * panel_stride)));
         for (int r = 0; r < kRows; ++r) {
-          float* const at = acc + p * acc_panel_stride + r * kPanelWidth;
           const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[r]));
-          _mm512_store_ps(
-              at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[p][r]), factor, _mm512_load_ps(at)));
+          sums.Store(p, r, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[p][r]), factor, sums.Load(p, r)));
         }
       }
+      sums.from_zero = false;
       x.scales += kRows;
     }
   }
@@ -240,7 +250,7 @@ struct Panels {
 // Panels times all rows of x.
 template <typename Dots>
 AVX512_DOT void Multiply(const RoundedRows& x, std::int64_t num_rows, std::int64_t num_steps,
-                         const Panels& panels, Sums& sums) {
+                         const Panels& panels, bool from_zero, Sums& sums) {
   constexpr bool in_groups = Dots::kStepInputs == kQuantGroup;
   const std::int64_t tiles = NumTiles(num_rows);
   const std::int64_t next_step = panels.count * Dots::kStepBytes / tiles;
@@ -251,8 +261,11 @@ AVX512_DOT void Multiply(const RoundedRows& x, std::int64_t num_rows, std::int64
         Dots::template Tile<decltype(rows)::value, decltype(count)::value, decltype(hint)::value>(
             {.pairs = x.pairs + row * num_steps * Dots::kStepInputs / 2,
              .scales = x.scales + row * (in_groups ? num_steps : 0)},
-            num_steps, panels.data, panels.stride_bytes, sums.values + row * kPanelWidth,
-            kDotRows * kPanelWidth, panels.next + tile * num_steps * next_step, next_step);
+            num_steps, panels.data, panels.stride_bytes,
+            {.values = sums.values + row * kPanelWidth,
+             .panel_stride = kDotRows * kPanelWidth,
+             .from_zero = from_zero},
+            panels.next + tile * num_steps * next_step, next_step);
       };
       const auto hinted = [&](auto count) AVX512_DOT {
         if (panels.next != nullptr) {
@@ -305,9 +318,6 @@ AVX512_DOT void RunPiece(const LinearParams& p, const LinearPiece& piece, std::u
   for (std::int64_t panel = piece.first_panel; panel < piece.end_panel; panel += step) {
     const std::int64_t count = std::min(step, piece.end_panel - panel);
     const std::byte* data = p.weight->data() + panel * panel_bytes;
-    for (std::int64_t i = 0; i < count; ++i) {
-      std::fill_n(sums.values + i * kDotRows * kPanelWidth, num_rows * kPanelWidth, 0.0F);
-    }
     for (std::int64_t begin = 0; begin < in_features; begin += depth) {
       const std::int64_t end = std::min(in_features, begin + depth);
       const std::int64_t num_steps = (end - begin + Dots::kStepInputs - 1) / Dots::kStepInputs;
@@ -320,7 +330,7 @@ AVX512_DOT void RunPiece(const LinearParams& p, const LinearPiece& piece, std::u
       } else if (num_rows > kUnhintedRows) {
         panels.next = panels.data + kAheadBytes;
       }
-      Multiply<Dots>(x, num_rows, num_steps, panels, sums);
+      Multiply<Dots>(x, num_rows, num_steps, panels, begin == 0, sums);
     }
     for (std::int64_t i = 0; i < count; ++i) {
       Store(p, piece.first_row, num_rows, panel + i, sums.values + i * kDotRows * kPanelWidth);
