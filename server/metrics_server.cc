@@ -89,8 +89,10 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> MetricsServer::Start(
     const std::string& host, std::int32_t port, const MetricRegistry& registry) {
   std::unique_ptr<MetricsServer> server(new MetricsServer(registry));
   const std::string listen = fmt::format("{}:{}", host, port);
-  const char* options[] = {"listening_ports",    listen.c_str(), "num_threads", "2",
-                           "request_timeout_ms", "5000",         nullptr};
+  // A connection that sends nothing has a thread until the timeout: a browser opens some, and
+  // probes have to be answered within seconds all the same.
+  const char* options[] = {"listening_ports",    listen.c_str(), "num_threads", "16",
+                           "request_timeout_ms", "2000",         nullptr};
   mg_callbacks callbacks = {};
   callbacks.log_message = LogMessage;
   mg_init_data init = {

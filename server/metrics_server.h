@@ -36,7 +36,7 @@ struct MetricsFlags {
 //   /statusz  a page for people, if there is one
 // Anything else is 404. GET and HEAD only.
 //
-// Thread-safe. Handlers run on two threads of the server's own.
+// Thread-safe. Handlers run on a few threads of the server's own.
 class MetricsServer {
  public:
   using Check = std::function<absl::Status()>;

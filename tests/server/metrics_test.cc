@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <set>
 #include <string>
 #include <string_view>
@@ -81,14 +82,19 @@ TEST(MetricTableTest, BucketsGrow) {
   }
 }
 
-// What `request` brings, to the end of the connection.
-std::string Exchange(const std::string& address, std::string_view request) {
+int Connect(const std::string& address) {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in to = {};
   to.sin_family = AF_INET;
   to.sin_port = htons(static_cast<std::uint16_t>(std::stoi(address.substr(address.find(':') + 1))));
   to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof(to)), 0);
+  return fd;
+}
+
+// What `request` brings, to the end of the connection.
+std::string Exchange(const std::string& address, std::string_view request) {
+  const int fd = Connect(address);
   EXPECT_EQ(send(fd, request.data(), request.size(), 0), static_cast<ssize_t>(request.size()));
   std::string answer;
   char buffer[4096];
@@ -132,6 +138,15 @@ TEST_F(MetricsServerTest, ProbesSayWhatTheChecksSay) {
   const std::string dead = Get(*server_, "/healthz");
   EXPECT_THAT(dead, StartsWith("HTTP/1.1 503 "));
   EXPECT_THAT(dead, HasSubstr("\r\n\r\nno progress for 4 s\n"));
+}
+
+TEST_F(MetricsServerTest, ConnectionsThatSayNothingDoNotHoldUpAProbe) {
+  int silent[8];
+  for (int& fd : silent) fd = Connect(server_->address());
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_THAT(Get(*server_, "/healthz"), StartsWith("HTTP/1.1 200 "));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(4));
+  for (const int fd : silent) close(fd);
 }
 
 TEST_F(MetricsServerTest, KnowsThreePathsAndTwoMethods) {
