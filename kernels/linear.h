@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -50,6 +51,26 @@ class PackedMatrix {
   WeightFormat format_ = WeightFormat::kFloat32;
 };
 
+// Weights of one shape and format whose products run at once: the experts of a layer, or its heads.
+// Movable.
+class MatrixGroup {
+ public:
+  MatrixGroup() = default;
+  static absl::StatusOr<MatrixGroup> Create(std::vector<PackedMatrix> matrices, Stream& stream);
+
+  std::size_t size() const { return matrices_.size(); }
+  bool empty() const { return matrices_.empty(); }
+  const PackedMatrix& operator[](std::size_t i) const { return matrices_[i]; }
+  const PackedMatrix* begin() const { return matrices_.data(); }
+  const PackedMatrix* end() const { return matrices_.data() + matrices_.size(); }
+  // Where each one's data() is, in the device's memory; null on the CPU.
+  const void* const* addresses() const { return addresses_.as<const void*>(); }
+
+ private:
+  std::vector<PackedMatrix> matrices_;
+  Buffer addresses_;
+};
+
 // y = x W^T (+ bias) (+ residual), fp32 accumulation, of integers within their group before its
 // scale. The value of an output does not depend on num_rows, on the other rows, nor on the number
 // of threads: each is one fixed order of additions (batching must not change a token, law 2).
@@ -71,8 +92,24 @@ absl::Status Linear(const LinearParams& params, Stream& stream);
 
 // Several independent products at once, their weights of one shape and format: the experts of a
 // layer, each with its own rows, or the heads of one, each with its own columns. Each is what
-// Linear() makes of it.
+// Linear() makes of it. On the CPU.
 absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stream);
+
+// The same of devices in one launch, DeviceStream::GroupedLinear(): of experts with the rows that
+// SortByExpert() has given them, how many those are the host does not know, or of heads, each of
+// all rows.
+struct DeviceGroupedLinearParams {
+  const float* x;  // row r of weight w at x + r * x_stride + w * x_group_stride
+  const MatrixGroup* weights;
+  float* y;               // as x; rows that are no expert's stay as they are
+  std::int32_t max_rows;  // of a head, or that may be routed
+  std::int64_t x_stride;
+  std::int64_t y_stride;
+  std::int64_t x_group_stride = 0;
+  std::int64_t y_group_stride = 0;
+  const std::int32_t* row_of = nullptr;        // as SortByExpert()'s; null: row i of y is of row i
+  const std::int32_t* expert_begin = nullptr;  // as SortByExpert()'s; null: heads
+};
 
 // out[i, :] = row ids[i] - first_row of `weight`, as fp32; zeros where that is outside
 // [0, out_features): a vocabulary-parallel embedding sums over ranks.

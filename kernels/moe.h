@@ -4,7 +4,6 @@
 
 #include "absl/status/status.h"
 #include "kernels/device/stream.h"
-#include "kernels/dtype.h"
 
 // A mixture of experts, but for the products (GroupedLinear): which experts a row goes to, the rows
 // of each expert, and the sum over a row's experts. Whatever the batch, a row's results are the
@@ -53,21 +52,6 @@ struct SortByExpertParams {
 };
 
 absl::Status SortByExpert(const SortByExpertParams& params, Stream& stream);
-
-// Of devices, DeviceStream::ExpertLinear(): y = x weights[e]^T for the rows that SortByExpert() has
-// given each expert, how many those are the host does not know. On the CPU: GroupedLinear().
-struct ExpertLinearParams {
-  const float* x;                    // [num_rows, in_features], or of the routed rows
-  const std::int32_t* row_of;        // as SortByExpert()'s; null: x is of the routed rows
-  const std::int32_t* expert_begin;  // [num_experts + 1]
-  const void* const* weights;        // [num_experts] of [out_features, in_features] dtype
-  float* y;                          // [max_rows, out_features]; what is routed of it is written
-  std::int32_t num_experts;
-  std::int32_t max_rows;  // that may be routed
-  std::int32_t in_features;
-  std::int32_t out_features;
-  DType dtype;
-};
 
 // out[row] = residual[row] + sum over j of weights[row, j] * in[place_of[row, j]], j ascending.
 struct CombineExpertsParams {

@@ -10,7 +10,6 @@
 #include "kernels/cpu/linear_piece.h"
 #include "kernels/cpu/panel.h"
 #include "kernels/device/cpu_target.h"
-#include "server/base/status_macros.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/linear.cc"
@@ -262,14 +261,11 @@ struct LinearCut {
 }  // namespace
 
 absl::Status Linear(const LinearParams& params, Stream& stream) {
+  if (DeviceStream* const device = OnDevice(stream)) return device->Linear(params);
   return GroupedLinear(absl::MakeConstSpan(&params, 1), stream);
 }
 
 absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stream) {
-  if (DeviceStream* const device = OnDevice(stream)) {
-    for (const LinearParams& params : products) RETURN_IF_ERROR(device->Linear(params));
-    return absl::OkStatus();
-  }
   if (products.empty()) return absl::OkStatus();
   ThreadPool& pool = PoolOf(stream);
   const PackedMatrix& weight = *products[0].weight;

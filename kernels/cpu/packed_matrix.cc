@@ -195,4 +195,19 @@ absl::StatusOr<PackedMatrix> PackedMatrix::Pack(absl::Span<const MatrixView> par
   return matrix;
 }
 
+absl::StatusOr<MatrixGroup> MatrixGroup::Create(std::vector<PackedMatrix> matrices,
+                                                Stream& stream) {
+  MatrixGroup group;
+  group.matrices_ = std::move(matrices);
+  DeviceStream* const device = OnDevice(stream);
+  if (device == nullptr) return group;
+  std::vector<const void*> addresses;
+  for (const PackedMatrix& matrix : group.matrices_) addresses.push_back(matrix.data());
+  const auto bytes = static_cast<std::int64_t>(addresses.size() * sizeof(const void*));
+  ASSIGN_OR_RETURN(group.addresses_, Buffer::Allocate(bytes, stream));
+  RETURN_IF_ERROR(device->CopyToDevice(group.addresses_.data(), addresses.data(), bytes));
+  RETURN_IF_ERROR(device->Synchronize());
+  return group;
+}
+
 }  // namespace weft::kernels

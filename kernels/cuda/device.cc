@@ -233,32 +233,6 @@ absl::Status CudaDevice::Embedding(const kernels::EmbeddingParams& p) {
   return absl::InternalError("Embedding: unreachable");
 }
 
-absl::Status CudaDevice::ExpertLinear(const ExpertLinearParams& p) {
-  const auto multiply = [&]<typename W>(W) {
-    return cuda::GroupedLinear<W>({.x = p.x,
-                                   .row_of = p.row_of,
-                                   .expert_begin = p.expert_begin,
-                                   .weights = reinterpret_cast<const W* const*>(p.weights),
-                                   .y = p.y,
-                                   .num_experts = p.num_experts,
-                                   .max_rows = p.max_rows,
-                                   .in_features = p.in_features,
-                                   .out_features = p.out_features,
-                                   .x_stride = p.in_features,
-                                   .y_stride = p.out_features},
-                                  *stream_);
-  };
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return multiply(float());
-    case DType::kBFloat16:
-      return multiply(BFloat16());
-    case DType::kFloat16:
-      return multiply(Float16());
-  }
-  return absl::InternalError("ExpertLinear: unreachable");
-}
-
 absl::Status CudaDevice::GatherRows(const kernels::GatherRowsParams& p) {
   return cuda::GatherRows<float>(
       {.in = p.in, .index = p.index, .out = p.out, .num_rows = p.num_rows, .size = p.size},
@@ -278,6 +252,36 @@ std::int64_t CudaDevice::GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::
                                                     std::int32_t value_dim) const {
   return cuda::GqaAttentionWorkspaceBytes(max_rows, num_q_heads, value_dim,
                                           std::numeric_limits<std::int32_t>::max() / 2);
+}
+
+absl::Status CudaDevice::GroupedLinear(const DeviceGroupedLinearParams& p) {
+  const MatrixGroup& weights = *p.weights;
+  const auto multiply = [&]<typename W>(W) {
+    return cuda::GroupedLinear<W>(
+        {.x = p.x,
+         .row_of = p.row_of,
+         .expert_begin = p.expert_begin,
+         .weights = reinterpret_cast<const W* const*>(weights.addresses()),
+         .y = p.y,
+         .num_experts = static_cast<std::int32_t>(weights.size()),
+         .max_rows = p.max_rows,
+         .in_features = weights[0].in_features(),
+         .out_features = weights[0].out_features(),
+         .x_stride = p.x_stride,
+         .y_stride = p.y_stride,
+         .x_expert_stride = p.x_group_stride,
+         .y_expert_stride = p.y_group_stride},
+        *stream_);
+  };
+  switch (*DTypeOf(weights[0].format())) {
+    case DType::kFloat32:
+      return multiply(float());
+    case DType::kBFloat16:
+      return multiply(BFloat16());
+    case DType::kFloat16:
+      return multiply(Float16());
+  }
+  return absl::InternalError("GroupedLinear: unreachable");
 }
 
 absl::Status CudaDevice::GumbelArgmax(const GumbelArgmaxParams& p) {

@@ -44,11 +44,11 @@ class CudaDevice final : public DeviceStream {
 
   absl::Status CombineExperts(const kernels::CombineExpertsParams& p) override;
   absl::Status Embedding(const kernels::EmbeddingParams& p) override;
-  absl::Status ExpertLinear(const ExpertLinearParams& p) override;
   absl::Status GatherRows(const kernels::GatherRowsParams& p) override;
   absl::Status GqaAttention(const kernels::GqaAttentionParams& p, void* workspace) override;
   std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_q_heads,
                                           std::int32_t value_dim) const override;
+  absl::Status GroupedLinear(const DeviceGroupedLinearParams& p) override;
   absl::Status GumbelArgmax(const GumbelArgmaxParams& p) override;
   absl::Status KvAppend(const kernels::KvAppendParams& p) override;
   absl::Status KvCopy(const KvCopyParams& p) override;
@@ -74,7 +74,7 @@ class CudaDevice final : public DeviceStream {
   const std::string name_;
   CpuStream& host_;
   const std::unique_ptr<CudaStream> stream_;
-  const std::unique_ptr<Matmul> matmul_;  // null in what NewStream() gives
+  const std::unique_ptr<Matmul> matmul_;   // null in what NewStream() gives
   std::vector<NcclCommunicator*> groups_;  // that are joined; each takes itself out
   std::int64_t rounded_bytes_ = 0;
   void* rounded_ = nullptr;  // a product's x in the dtype of its weight

@@ -12,8 +12,8 @@
 namespace weft::kernels {
 
 struct CombineExpertsParams;
+struct DeviceGroupedLinearParams;
 struct EmbeddingParams;
-struct ExpertLinearParams;
 struct GatherRowsParams;
 struct GqaAttentionParams;
 struct GumbelArgmaxParams;
@@ -87,11 +87,11 @@ class DeviceStream : public Stream {
 
   virtual absl::Status CombineExperts(const CombineExpertsParams& params) = 0;
   virtual absl::Status Embedding(const EmbeddingParams& params) = 0;
-  virtual absl::Status ExpertLinear(const ExpertLinearParams& params) = 0;
   virtual absl::Status GatherRows(const GatherRowsParams& params) = 0;
   virtual absl::Status GqaAttention(const GqaAttentionParams& params, void* workspace) = 0;
   virtual std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_q_heads,
                                                   std::int32_t value_dim) const = 0;
+  virtual absl::Status GroupedLinear(const DeviceGroupedLinearParams& params) = 0;
   virtual absl::Status GumbelArgmax(const GumbelArgmaxParams& params) = 0;
   virtual absl::Status KvAppend(const KvAppendParams& params) = 0;
   virtual absl::Status KvCopy(const KvCopyParams& params) = 0;

@@ -18,6 +18,7 @@ namespace weft::bench {
 namespace {
 
 using kernels::MatrixView;
+using kernels::MatrixGroup;
 using kernels::PackedMatrix;
 using kernels::Vector;
 
@@ -68,6 +69,12 @@ class Filler {
   }
 
  private:
+  absl::Status Group(std::int32_t count, std::int32_t rows, std::int32_t cols, MatrixGroup& group) {
+    std::vector<PackedMatrix> matrices(count);
+    for (PackedMatrix& matrix : matrices) RETURN_IF_ERROR(Matrix(rows, cols, matrix));
+    ASSIGN_OR_RETURN(group, MatrixGroup::Create(std::move(matrices), stream_));
+    return absl::OkStatus();
+  }
   kernels::Stream& stream_;
   std::vector<std::uint16_t> values_;
 };
@@ -89,15 +96,10 @@ absl::Status FillAttention(const ModelConfig& c, const ShardLayout& layout, Fill
                               mla.q_lora_rank > 0 ? mla.q_lora_rank : c.hidden_size, w.mla.q_b));
   RETURN_IF_ERROR(fill.Matrix(c.head_dim, c.hidden_size, w.mla.kv_a));
   RETURN_IF_ERROR(fill.Ones(mla.kv_lora_rank, w.mla.kv_a_norm));
-  w.mla.k_up.resize(projected);
-  for (PackedMatrix& up : w.mla.k_up) {
-    RETURN_IF_ERROR(fill.Matrix(mla.kv_lora_rank, mla.qk_nope_head_dim, up));
-  }
+  RETURN_IF_ERROR(fill.Group(projected, mla.kv_lora_rank, mla.qk_nope_head_dim, w.mla.k_up));
   const bool merged_first = MergedDim(c, layout) == c.value_dim;
-  w.mla.v_up.resize(merged_first ? heads : layout.GroupQHeads().size());
-  for (PackedMatrix& up : w.mla.v_up) {
-    RETURN_IF_ERROR(fill.Matrix(mla.v_head_dim, mla.kv_lora_rank, up));
-  }
+  RETURN_IF_ERROR(fill.Group(merged_first ? heads : layout.GroupQHeads().size(), mla.v_head_dim,
+                             mla.kv_lora_rank, w.mla.v_up));
   return fill.Matrix(c.hidden_size, heads * mla.v_head_dim, w.o);
 }
 

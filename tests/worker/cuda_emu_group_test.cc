@@ -151,6 +151,40 @@ TEST_P(CudaEmuGroupTest, AReplayGivesTheBitsOfLaunchesOneByOne) {
   }
 }
 
+// Of a step that decodes one row, in bfloat16, of which a product rounds its input before it.
+TEST(CudaEmuLaunchTest, AStepLaunchesWhatTheReadmeOfKernelsSays) {
+  constexpr int kOfStep = 7;
+  struct Case {
+    const char* checkpoint;
+    int attention, query_lora;
+  };
+  for (const Case& c :
+       {Case{"llama_gqa", 11, 0}, Case{"qwen3", 13, 0}, Case{"deepseek_v2_lite", 14, 0},
+        Case{"deepseek_v3", 14, 3}, Case{"mixtral", 11, 0}}) {
+    WEFT_GOLDEN_OR_SKIP(dir, c.checkpoint);
+    const ModelConfig config = *LoadModelConfig(dir);
+    std::int64_t want = kOfStep;
+    for (int layer = 0; layer < config.num_layers; ++layer) {
+      want += c.attention + c.query_lora;
+      want += !config.HasExperts(layer) ? 6 : config.moe->shared_intermediate_size > 0 ? 14 : 9;
+    }
+    LocalGroupOptions options = OptionsOf(dir, {1, 1, 16, 1});
+    options.model.dtype = DType::kBFloat16;
+    options.model.max_model_len = 16;  // keys are not split
+    options.rank.gather_all_logits = true;
+    std::int64_t launches = 0;
+    OnLeader(options, [&](PlanRunner& runner) {
+      Logits logits;
+      const std::vector<std::int32_t> ids = {1};
+      cuda_emu::ResetCounters();
+      absl::Status status = runner.Run(ids, 0, 1, logits);
+      launches = cuda_emu::CountersOfThread().launches;
+      return status;
+    });
+    EXPECT_EQ(launches - 1, want) << c.checkpoint;  // one more for the logits that are looked at
+  }
+}
+
 double MaxDifference(absl::Span<const float> got, absl::Span<const float> want) {
   double most = 0;
   for (std::size_t i = 0; i < want.size(); ++i) {

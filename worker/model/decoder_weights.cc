@@ -67,6 +67,10 @@ class Loader {
     return kernels::Vector::Create(values, stream_);
   }
 
+  absl::StatusOr<kernels::MatrixGroup> Group(std::vector<PackedMatrix> matrices) const {
+    return kernels::MatrixGroup::Create(std::move(matrices), stream_);
+  }
+
   bool on_cpu() const { return stream_.device() == kernels::DeviceKind::kCpu; }
 
   // The biases of `parts`, one after the other.
@@ -184,28 +188,34 @@ absl::Status LoadMlaLatent(const Loader& loader, const ModelConfig& c, const Sha
   const std::int32_t head_rows = mla.qk_nope_head_dim + mla.v_head_dim;
   const std::int32_t rows = c.num_q_heads * head_rows;
   const IndexRange queries = layout.ProjectedQHeads();
+  std::vector<PackedMatrix> k_ups;
   for (std::int32_t head = queries.begin; head < queries.end; ++head) {
     const std::int32_t begin = head * head_rows;
     ASSIGN_OR_RETURN(PackedMatrix k_up, up.Transposed(kv_b, rows, mla.kv_lora_rank,
                                                       {begin, begin + mla.qk_nope_head_dim}));
-    w.k_up.push_back(std::move(k_up));
+    k_ups.push_back(std::move(k_up));
   }
+  ASSIGN_OR_RETURN(w.k_up, loader.Group(std::move(k_ups)));
   const IndexRange own = layout.QHeads();
   const bool decompresses = CanDecompress(c) && loader.on_cpu();
+  std::vector<PackedMatrix> ks_from_latent;
   for (std::int32_t head = own.begin; decompresses && head < own.end; ++head) {
     const std::int32_t begin = head * head_rows;
     ASSIGN_OR_RETURN(PackedMatrix k, up.Rows({{kv_b, rows, {begin, begin + mla.qk_nope_head_dim}}},
                                              mla.kv_lora_rank));
-    w.k_from_latent.push_back(std::move(k));
+    ks_from_latent.push_back(std::move(k));
   }
+  ASSIGN_OR_RETURN(w.k_from_latent, loader.Group(std::move(ks_from_latent)));
   const bool before_merge = MergedDim(c, layout) < c.value_dim;
   const IndexRange values = before_merge ? layout.GroupQHeads() : layout.QHeads();
+  std::vector<PackedMatrix> v_ups;
   for (std::int32_t head = values.begin; head < values.end; ++head) {
     const std::int32_t begin = head * head_rows + mla.qk_nope_head_dim;
     ASSIGN_OR_RETURN(PackedMatrix v_up,
                      up.Rows({{kv_b, rows, {begin, begin + mla.v_head_dim}}}, mla.kv_lora_rank));
-    w.v_up.push_back(std::move(v_up));
+    v_ups.push_back(std::move(v_up));
   }
+  ASSIGN_OR_RETURN(w.v_up, loader.Group(std::move(v_ups)));
   return absl::OkStatus();
 }
 
@@ -274,16 +284,20 @@ absl::Status LoadExperts(const Loader& loader, const ModelConfig& c, const Shard
   const std::int32_t width = moe.intermediate_size;
   const IndexRange own = expert_parallel ? IndexRange{0, width} : layout.Slice(width);
   w.first_expert = experts.begin;
+  std::vector<PackedMatrix> gate_ups;
+  std::vector<PackedMatrix> downs;
   for (std::int32_t e = experts.begin; e < experts.end; ++e) {
     const std::string prefix = fmt::format("{}experts.{}.", block, e);
     const MlpNames names = {fmt::format("{}{}", prefix, moe.gate),
                             fmt::format("{}{}", prefix, moe.up),
                             fmt::format("{}{}", prefix, moe.down)};
     ASSIGN_OR_RETURN(PackedMatrix gate_up, LoadGateUp(loader, c, names, width, own));
-    w.gate_up.push_back(std::move(gate_up));
+    gate_ups.push_back(std::move(gate_up));
     ASSIGN_OR_RETURN(PackedMatrix down, LoadDown(loader, c, names, width, own));
-    w.down.push_back(std::move(down));
+    downs.push_back(std::move(down));
   }
+  ASSIGN_OR_RETURN(w.gate_up, loader.Group(std::move(gate_ups)));
+  ASSIGN_OR_RETURN(w.down, loader.Group(std::move(downs)));
   return absl::OkStatus();
 }
 

@@ -27,13 +27,13 @@ struct MlaWeights {
   kernels::Vector kv_a_bias;
   kernels::Vector kv_a_norm;
   // W_UK of each projected head, transposed: [kv_lora_rank, nope].
-  std::vector<kernels::PackedMatrix> k_up;
+  kernels::MatrixGroup k_up;
   // W_UK of each own head as it is, [nope, kv_lora_rank], to decompress keys with; empty where the
   // kernels have no room for decompressed heads, and on devices, where all rows are absorbed.
-  std::vector<kernels::PackedMatrix> k_from_latent;
+  kernels::MatrixGroup k_from_latent;
   // W_UV of each own head, or of the DCP group's if values are projected before they are merged:
   // [v_head_dim, kv_lora_rank].
-  std::vector<kernels::PackedMatrix> v_up;
+  kernels::MatrixGroup v_up;
 };
 
 struct MoeWeights {
@@ -42,8 +42,8 @@ struct MoeWeights {
   // The experts of this rank: all of them, each [2 * own width, hidden] and [hidden, own width], or
   // with expert parallelism whole ones from first_expert on. Empty in a layer that has none.
   std::int32_t first_expert = 0;
-  std::vector<kernels::PackedMatrix> gate_up;
-  std::vector<kernels::PackedMatrix> down;
+  kernels::MatrixGroup gate_up;
+  kernels::MatrixGroup down;
 };
 
 struct DecoderLayerWeights {

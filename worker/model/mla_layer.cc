@@ -3,6 +3,7 @@
 #include <limits>
 #include <utility>
 
+#include "kernels/device/device_stream.h"
 #include "kernels/elementwise.h"
 #include "kernels/latents.h"
 #include "server/base/status_macros.h"
@@ -112,10 +113,20 @@ std::int64_t MlaLayer::workspace_bytes() const {
          values_.size_bytes() + (prefill_.has_value() ? prefill_->workspace_bytes() : 0);
 }
 
-absl::Status MlaLayer::RunHeads(const std::vector<kernels::PackedMatrix>& weights, const float* x,
+absl::Status MlaLayer::RunHeads(const kernels::MatrixGroup& weights, const float* x,
                                 std::int64_t x_dim, std::int64_t x_stride, float* y,
                                 std::int64_t y_dim, std::int64_t y_stride, std::int32_t num_rows,
                                 kernels::Stream& stream) {
+  if (kernels::DeviceStream* const device = kernels::OnDevice(stream)) {
+    return device->GroupedLinear({.x = x,
+                                  .weights = &weights,
+                                  .y = y,
+                                  .max_rows = num_rows,
+                                  .x_stride = x_stride,
+                                  .y_stride = y_stride,
+                                  .x_group_stride = x_dim,
+                                  .y_group_stride = y_dim});
+  }
   const auto heads = static_cast<std::int64_t>(weights.size());
   for (std::int64_t head = 0; head < heads; ++head) {
     products_[head] = {.x = x + head * x_dim,

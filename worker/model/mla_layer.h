@@ -54,9 +54,9 @@ class MlaLayer final : public AttentionLayer {
                                   const AttentionStep& step, kernels::Stream& stream);
   // For each head of `weights`: its columns of x, `x_dim` of them, times its weight, into its
   // columns of y.
-  absl::Status RunHeads(const std::vector<kernels::PackedMatrix>& weights, const float* x,
-                        std::int64_t x_dim, std::int64_t x_stride, float* y, std::int64_t y_dim,
-                        std::int64_t y_stride, std::int32_t num_rows, kernels::Stream& stream);
+  absl::Status RunHeads(const kernels::MatrixGroup& weights, const float* x, std::int64_t x_dim,
+                        std::int64_t x_stride, float* y, std::int64_t y_dim, std::int64_t y_stride,
+                        std::int32_t num_rows, kernels::Stream& stream);
 
   const ModelConfig& config_;
   const MlaConfig& mla_;

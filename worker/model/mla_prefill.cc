@@ -284,12 +284,12 @@ absl::Status MlaPrefill::Decompress(const MlaWeights& weights, kernels::Stream& 
     }
     return kernels::GroupedLinear(products_, stream);
   };
-  RETURN_IF_ERROR(project(weights.k_from_latent.data(), k));
+  RETURN_IF_ERROR(project(weights.k_from_latent.begin(), k));
   // All of the DCP group's W_UV where values are projected before they are merged.
   const auto values = static_cast<std::int32_t>(weights.v_up.size());
   const std::int32_t first =
       values > heads_ ? layout_.QHeads().begin - layout_.GroupQHeads().begin : 0;
-  RETURN_IF_ERROR(project(weights.v_up.data() + first, v));
+  RETURN_IF_ERROR(project(weights.v_up.begin() + first, v));
   RETURN_IF_ERROR(kernels::CopyColumns({.in = latents + mla.kv_lora_rank,
                                         .out = k + mla.qk_nope_head_dim,
                                         .num_rows = tile_.num_keys,

@@ -31,9 +31,8 @@ absl::StatusOr<MoeLayer> MoeLayer::Create(const ModelConfig& config, const Decod
     ASSIGN_OR_RETURN(*ids, Buffer::Allocate(rows * moe.experts_per_token * id, stream));
   }
   ASSIGN_OR_RETURN(layer.expert_begin_, Buffer::Allocate((num_local + 1) * id, stream));
-  if (stream.device() != kernels::DeviceKind::kCpu) {
-    RETURN_IF_ERROR(layer.SendWeightTables(weights, num_local, stream));
-  } else {  // on a device products gather their rows
+  // On a device products gather their rows.
+  if (stream.device() == kernels::DeviceKind::kCpu) {
     ASSIGN_OR_RETURN(layer.routed_x_, Buffer::Allocate(routed * config.hidden_size * f, stream));
   }
   ASSIGN_OR_RETURN(layer.logits_, Buffer::Allocate(rows * moe.num_experts * f, stream));
@@ -43,24 +42,6 @@ absl::StatusOr<MoeLayer> MoeLayer::Create(const ModelConfig& config, const Decod
   ASSIGN_OR_RETURN(layer.activated_, Buffer::Allocate(routed * width * f, stream));
   ASSIGN_OR_RETURN(layer.routed_y_, Buffer::Allocate(routed * config.hidden_size * f, stream));
   return layer;
-}
-
-absl::Status MoeLayer::SendWeightTables(const DecoderWeights& weights, std::int64_t num_local,
-                                        kernels::Stream& stream) {
-  const auto num_layers = static_cast<std::int64_t>(weights.layers.size());
-  for (auto* table : {&gate_up_weights_, &down_weights_}) {
-    ASSIGN_OR_RETURN(*table, kernels::Mirror<const void*>::Create(num_layers * num_local, stream));
-    std::fill_n(table->host(), num_layers * num_local, nullptr);
-  }
-  for (std::int64_t i = 0; i < num_layers; ++i) {
-    const MoeWeights& moe = weights.layers[i].moe;
-    for (std::size_t e = 0; e < moe.down.size(); ++e) {
-      gate_up_weights_.host()[i * num_local + static_cast<std::int64_t>(e)] = moe.gate_up[e].data();
-      down_weights_.host()[i * num_local + static_cast<std::int64_t>(e)] = moe.down[e].data();
-    }
-  }
-  RETURN_IF_ERROR(gate_up_weights_.Send(num_layers * num_local, stream));
-  return down_weights_.Send(num_layers * num_local, stream);
 }
 
 std::int64_t MoeLayer::workspace_bytes() const {
@@ -111,8 +92,8 @@ absl::Status MoeLayer::Route(const MoeWeights& weights, const float* normed, std
                                stream);
 }
 
-absl::Status MoeLayer::RunExperts(const std::vector<kernels::PackedMatrix>& weights, const float* x,
-                                  float* y, kernels::Stream& stream) {
+absl::Status MoeLayer::RunExperts(const kernels::MatrixGroup& weights, const float* x, float* y,
+                                  kernels::Stream& stream) {
   const std::int32_t* begins = expert_begin_.as<std::int32_t>();
   for (std::size_t e = 0; e < weights.size(); ++e) {
     const kernels::PackedMatrix& weight = weights[e];
@@ -147,50 +128,40 @@ absl::Status MoeLayer::RunExpertsOnHost(const MoeWeights& weights, const float* 
   return RunExperts(weights.down, activated_.as<float>(), routed_y_.as<float>(), stream);
 }
 
-absl::Status MoeLayer::RunExpertsOnDevice(std::int32_t layer, const MoeWeights& weights,
-                                          const float* normed, std::int32_t num_rows,
-                                          kernels::DeviceStream& device) {
+absl::Status MoeLayer::RunExpertsOnDevice(const MoeWeights& weights, const float* normed,
+                                          std::int32_t num_rows, kernels::DeviceStream& device) {
   const auto num_local = static_cast<std::int32_t>(weights.down.size());
   const std::int32_t width = weights.down[0].in_features();
-  const DType dtype = *DTypeOf(weights.down[0].format());
-  const std::int64_t table = std::int64_t{layer} * num_local;
   const std::int32_t max_rows = num_rows * std::min(config_->moe->experts_per_token, num_local);
-  RETURN_IF_ERROR(device.ExpertLinear({.x = normed,
-                                       .row_of = row_of_.as<std::int32_t>(),
-                                       .expert_begin = expert_begin_.as<std::int32_t>(),
-                                       .weights = gate_up_weights_.data() + table,
-                                       .y = gate_up_.as<float>(),
-                                       .num_experts = num_local,
-                                       .max_rows = max_rows,
-                                       .in_features = config_->hidden_size,
-                                       .out_features = 2 * width,
-                                       .dtype = dtype}));
+  RETURN_IF_ERROR(device.GroupedLinear({.x = normed,
+                                        .weights = &weights.gate_up,
+                                        .y = gate_up_.as<float>(),
+                                        .max_rows = max_rows,
+                                        .x_stride = config_->hidden_size,
+                                        .y_stride = 2 * width,
+                                        .row_of = row_of_.as<std::int32_t>(),
+                                        .expert_begin = expert_begin_.as<std::int32_t>()}));
   // Rows behind those that are routed hold anything, and nobody looks at what comes of them.
   RETURN_IF_ERROR(kernels::SiluMul({.gate_up = gate_up_.as<float>(),
                                     .out = activated_.as<float>(),
                                     .num_rows = max_rows,
                                     .size = width},
                                    device));
-  return device.ExpertLinear({.x = activated_.as<float>(),
-                              .row_of = nullptr,
-                              .expert_begin = expert_begin_.as<std::int32_t>(),
-                              .weights = down_weights_.data() + table,
-                              .y = routed_y_.as<float>(),
-                              .num_experts = num_local,
-                              .max_rows = max_rows,
-                              .in_features = width,
-                              .out_features = config_->hidden_size,
-                              .dtype = dtype});
+  return device.GroupedLinear({.x = activated_.as<float>(),
+                               .weights = &weights.down,
+                               .y = routed_y_.as<float>(),
+                               .max_rows = max_rows,
+                               .x_stride = width,
+                               .y_stride = config_->hidden_size,
+                               .expert_begin = expert_begin_.as<std::int32_t>()});
 }
 
-absl::Status MoeLayer::Run(std::int32_t layer, const MoeWeights& weights, const float* normed,
-                           const float* residual, float* x, std::int32_t num_rows,
-                           kernels::Stream& stream) {
+absl::Status MoeLayer::Run(const MoeWeights& weights, const float* normed, const float* residual,
+                           float* x, std::int32_t num_rows, kernels::Stream& stream) {
   RETURN_IF_ERROR(Route(weights, normed, num_rows, stream));
   kernels::DeviceStream* const device = kernels::OnDevice(stream);
-  RETURN_IF_ERROR(device == nullptr
-                      ? RunExpertsOnHost(weights, normed, stream)
-                      : RunExpertsOnDevice(layer, weights, normed, num_rows, *device));
+  RETURN_IF_ERROR(device == nullptr ? RunExpertsOnHost(weights, normed, stream)
+                                    : RunExpertsOnDevice(weights, normed, num_rows, *device));
   return kernels::CombineExperts({.in = routed_y_.as<float>(),
                                   .place_of = place_of_.as<std::int32_t>(),
                                   .weights = weights_.as<float>(),

@@ -6,7 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/device/buffer.h"
-#include "kernels/device/mirror.h"
+#include "kernels/device/device_stream.h"
 #include "kernels/device/stream.h"
 #include "kernels/linear.h"
 #include "worker/model/decoder_weights.h"
@@ -24,28 +24,25 @@ class MoeLayer {
   static absl::StatusOr<MoeLayer> Create(const ModelConfig& config, const DecoderWeights& weights,
                                          std::int32_t max_rows, kernels::Stream& stream);
 
-  // `layer` is that of `weights`. x = residual + this rank's part of Experts(normed), both
+  // x = residual + this rank's part of Experts(normed), both
   // [num_rows, hidden]; `residual` may be x, or null.
-  absl::Status Run(std::int32_t layer, const MoeWeights& weights, const float* normed,
-                   const float* residual, float* x, std::int32_t num_rows, kernels::Stream& stream);
+  absl::Status Run(const MoeWeights& weights, const float* normed, const float* residual, float* x,
+                   std::int32_t num_rows, kernels::Stream& stream);
 
   std::int64_t workspace_bytes() const;
 
  private:
   MoeLayer() = default;
 
-  absl::Status SendWeightTables(const DecoderWeights& weights, std::int64_t num_local,
-                                kernels::Stream& stream);
   absl::Status Route(const MoeWeights& weights, const float* normed, std::int32_t num_rows,
                      kernels::Stream& stream);
   // Of all rows that are routed, on a device without knowing how many those are.
   absl::Status RunExpertsOnHost(const MoeWeights& weights, const float* normed,
                                 kernels::Stream& stream);
-  absl::Status RunExpertsOnDevice(std::int32_t layer, const MoeWeights& weights,
-                                  const float* normed, std::int32_t num_rows,
-                                  kernels::DeviceStream& device);
-  absl::Status RunExperts(const std::vector<kernels::PackedMatrix>& weights, const float* x,
-                          float* y, kernels::Stream& stream);
+  absl::Status RunExpertsOnDevice(const MoeWeights& weights, const float* normed,
+                                  std::int32_t num_rows, kernels::DeviceStream& device);
+  absl::Status RunExperts(const kernels::MatrixGroup& weights, const float* x, float* y,
+                          kernels::Stream& stream);
 
   const ModelConfig* config_ = nullptr;
   kernels::Buffer experts_;       // [rows, top_k]
@@ -53,9 +50,6 @@ class MoeLayer {
   kernels::Buffer row_of_;        // [routed rows]
   kernels::Buffer expert_begin_;  // [own experts + 1]
   std::vector<kernels::LinearParams> products_;
-  // On a device: where the weights of every layer's experts are, [layers, own experts].
-  kernels::Mirror<const void*> gate_up_weights_;
-  kernels::Mirror<const void*> down_weights_;
   kernels::Buffer logits_;     // [rows, experts]
   kernels::Buffer scratch_;    // [rows, 2 * experts]
   kernels::Buffer weights_;    // [rows, top_k]

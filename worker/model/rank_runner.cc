@@ -204,8 +204,8 @@ absl::Status RankRunner::RunMlp(std::int32_t layer) {
   // Rank 0 adds the residual, the sum over ranks brings it everywhere.
   const float* residual = layout_.rank() == 0 ? x_.as<float>() : nullptr;
   if (config_.HasExperts(layer)) {
-    RETURN_IF_ERROR(moe_->Run(layer, weights.moe, normed_.as<float>(), residual, x_.as<float>(),
-                              num_rows, stream_));
+    RETURN_IF_ERROR(
+        moe_->Run(weights.moe, normed_.as<float>(), residual, x_.as<float>(), num_rows, stream_));
     residual = x_.as<float>();
   }
   if (intermediate > 0) RETURN_IF_ERROR(RunDenseMlp(weights, residual));

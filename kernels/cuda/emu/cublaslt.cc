@@ -195,6 +195,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t /*handle*/, cublasLtMatmulDesc_t 
   }
   if (!product.InDeviceMemory()) return CUBLAS_STATUS_INVALID_VALUE;
   Enqueue(stream, [product] {
+    CountLaunch();
     product.Run();
     return cudaSuccess;
   });

@@ -478,7 +478,7 @@ std::string RunGrid(dim3 grid, dim3 block, std::size_t dynamic_shared_bytes,
   machine_of_grid = &m;
   if (std::string error = CheckLaunch(grid, block, dynamic_shared_bytes); !error.empty())
     return error;
-  ++m.counters.launches;
+  CountLaunch();
   m.thread_main = &thread_main;
   m.failed = false;
   m.message = {};
@@ -699,6 +699,8 @@ void NoteWrite(void*, std::size_t) {}
 
 const Counters& CountersOfThread() { return ThisMachine().counters; }
 void ResetCounters() { ThisMachine().counters = {}; }
+
+void CountLaunch() { ++ThisMachine().counters.launches; }
 
 void CountGlobal(std::int64_t read_bytes, std::int64_t written_bytes) {
   Counters& counters = machine_of_grid->counters;

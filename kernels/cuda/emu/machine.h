@@ -87,7 +87,8 @@ void CopyAsyncWait(int groups_in_flight);
 void NoteRead(const void* data, std::size_t bytes);
 void NoteWrite(void* data, std::size_t bytes);
 
-// What the threads of this OS thread's grids did since ResetCounters(). Global bytes are those of
+// What the threads of this OS thread's grids did since ResetCounters(). Launches are also those of
+// products by cuBLASLt. Global bytes are those of
 // accesses through the vector types (kernels/cuda/types.h); conflicts are extra passes of ldmatrix
 // over the 32 banks.
 struct Counters {
@@ -99,6 +100,7 @@ struct Counters {
 };
 const Counters& CountersOfThread();
 void ResetCounters();
+void CountLaunch();
 void CountGlobal(std::int64_t read_bytes, std::int64_t written_bytes);
 void CountMatrixLoad(std::int64_t bank_conflicts);
 
