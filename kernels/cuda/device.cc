@@ -9,6 +9,7 @@
 #include "fmt/format.h"
 #include "kernels/cuda/attention.h"
 #include "kernels/cuda/elementwise.h"
+#include "kernels/cuda/filtered_sample.h"
 #include "kernels/cuda/grouped_linear.h"
 #include "kernels/cuda/gumbel_argmax.h"
 #include "kernels/cuda/kv_append.h"
@@ -231,6 +232,10 @@ absl::Status CudaDevice::Embedding(const kernels::EmbeddingParams& p) {
       return embed(Float16());
   }
   return absl::InternalError("Embedding: unreachable");
+}
+
+absl::Status CudaDevice::FilteredSample(const FilteredSampleParams& p) {
+  return cuda::FilteredSample(p, *stream_);
 }
 
 absl::Status CudaDevice::GatherRows(const kernels::GatherRowsParams& p) {

@@ -44,6 +44,7 @@ class CudaDevice final : public DeviceStream {
 
   absl::Status CombineExperts(const kernels::CombineExpertsParams& p) override;
   absl::Status Embedding(const kernels::EmbeddingParams& p) override;
+  absl::Status FilteredSample(const FilteredSampleParams& p) override;
   absl::Status GatherRows(const kernels::GatherRowsParams& p) override;
   absl::Status GqaAttention(const kernels::GqaAttentionParams& p, void* workspace) override;
   std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_q_heads,

@@ -14,6 +14,7 @@ namespace weft::kernels {
 struct CombineExpertsParams;
 struct DeviceGroupedLinearParams;
 struct EmbeddingParams;
+struct FilteredSampleParams;
 struct GatherRowsParams;
 struct GqaAttentionParams;
 struct GumbelArgmaxParams;
@@ -87,6 +88,7 @@ class DeviceStream : public Stream {
 
   virtual absl::Status CombineExperts(const CombineExpertsParams& params) = 0;
   virtual absl::Status Embedding(const EmbeddingParams& params) = 0;
+  virtual absl::Status FilteredSample(const FilteredSampleParams& params) = 0;
   virtual absl::Status GatherRows(const GatherRowsParams& params) = 0;
   virtual absl::Status GqaAttention(const GqaAttentionParams& params, void* workspace) = 0;
   virtual std::int64_t GqaAttentionWorkspaceBytes(std::int32_t max_rows, std::int32_t num_q_heads,

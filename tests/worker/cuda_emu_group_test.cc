@@ -151,6 +151,71 @@ TEST_P(CudaEmuGroupTest, AReplayGivesTheBitsOfLaunchesOneByOne) {
   }
 }
 
+// Rows that filter are drawn on the device; who also asks for log-probabilities gets them whole to
+// the leader, whose CPU draws of the same logits.
+TEST(CudaEmuFilterTest, TheDeviceDrawsWhatTheLeadersCpuDraws) {
+  WEFT_GOLDEN_OR_SKIP(dir, "llama_gqa");
+  const Golden golden = LoadGolden(dir);
+  const auto generate = [&](const Layout& layout, bool logprobs) {
+    LocalGroupOptions options = OptionsOf(dir, layout);
+    options.model.max_num_seqs = 5;
+    options.rank.graphs = true;
+    auto group = LocalGroup::Start(options);
+    EXPECT_TRUE(group.ok()) << group.status();
+    std::vector<EngineRequest> requests;
+    for (int i = 0; i < 7; ++i) {
+      EngineRequest request = Greedy(golden, i % 2 == 0 ? "len7" : "len1", 10);
+      request.sampling = {.temperature = i == 0 ? 0.0F : 0.7F * static_cast<float>(i),
+                          .top_p = i % 3 == 0 ? 0.8F : 1.0F,
+                          .top_k = i % 3 == 1 ? 9 : 0,
+                          .min_p = i % 3 == 2 ? 0.2F : 0.0F,
+                          .seed = static_cast<std::uint64_t>(i)};
+      if (logprobs) {
+        auto logits = std::make_shared<LogitsParams>();
+        logits->logprobs = 0;
+        request.logits = std::move(logits);
+      }
+      requests.push_back(std::move(request));
+    }
+    return (*group)->Generate(std::move(requests));
+  };
+  for (const Layout& layout : {Layout{1, 1, 16, 1}, Layout{2, 2, 16, 2}}) {
+    SCOPED_TRACE(layout.Name());
+    const std::vector<Completion> on_device = generate(layout, false);
+    // Without a launch of that kernel.
+    cuda_emu::SetFault("kernel FilteredSample after 0");
+    const std::vector<Completion> on_cpu = generate(layout, true);
+    cuda_emu::SetFault("");
+    for (std::size_t i = 0; i < on_cpu.size(); ++i) {
+      ASSERT_TRUE(on_device[i].status.ok() && on_cpu[i].status.ok())
+          << on_device[i].status << on_cpu[i].status;
+      EXPECT_EQ(on_device[i].token_ids, on_cpu[i].token_ids) << i;
+    }
+  }
+}
+
+TEST(CudaEmuFilterTest, ARowThatFiltersIsDrawnOnTheDevice) {
+  WEFT_GOLDEN_OR_SKIP(dir, "llama_gqa");
+  LocalGroupOptions options = OptionsOf(dir, {1, 1, 16, 1});
+  absl::Status end;
+  options.drive = [&](Rank& rank) {
+    StepPlan plan;
+    plan.step = 1;
+    plan.table_deltas = {{.slot = 0, .first_index = 0, .num_blocks = 1}};
+    plan.delta_blocks = {0};
+    plan.sampling_deltas = {{.slot = 0, .params = {.top_k = 5}}};
+    plan.sequences = {{.slot = 0, .num_rows = 1, .first_position = 0, .num_sampled = 1}};
+    plan.token_ids = {1};
+    cuda_emu::SetFault("kernel FilteredSample after 0");
+    end = rank.RunStep(plan).status();
+    cuda_emu::SetFault("");
+    return end;
+  };
+  { const auto group = LocalGroup::Start(options); }
+  EXPECT_NE(end.message().find("FilteredSample: an illegal memory access"), absl::string_view::npos)
+      << end;
+}
+
 // Of a step that decodes one row, in bfloat16, of which a product rounds its input before it.
 TEST(CudaEmuLaunchTest, AStepLaunchesWhatTheReadmeOfKernelsSays) {
   constexpr int kOfStep = 7;

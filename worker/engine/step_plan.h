@@ -24,7 +24,8 @@ struct SamplingParams {
   bool whole_row = false;  // the leader has LogitsParams that concern sampled rows
 
   bool HasFilter() const { return temperature > 0 && (top_p < 1 || top_k > 0 || min_p > 0); }
-  // Such rows are gathered whole on the leader; the others need one candidate a rank.
+  // Such rows are gathered whole on the leader, on devices with `whole_row` only; the others need
+  // one candidate a rank.
   bool NeedsWholeRow() const { return whole_row || HasFilter(); }
   friend bool operator==(const SamplingParams&, const SamplingParams&) = default;
 };

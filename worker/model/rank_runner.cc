@@ -98,6 +98,13 @@ absl::Status RankRunner::AllocateWorkspace() {
   ASSIGN_OR_RETURN(best_, kernels::Mirror<kernels::ArgmaxResult>::Create(sampled, stream_));
   ASSIGN_OR_RETURN(whole_index_for_kernels_,
                    kernels::Mirror<std::int32_t>::Create(sampled, stream_));
+  if (kernels::OnDevice(stream_) != nullptr) {
+    ASSIGN_OR_RETURN(filtered_rows_,
+                     kernels::Mirror<kernels::FilteredRow>::Create(sampled, stream_));
+    ASSIGN_OR_RETURN(filtered_, kernels::Mirror<kernels::FilteredToken>::Create(sampled, stream_));
+    ASSIGN_OR_RETURN(filtered_logits_,
+                     Buffer::Allocate(tp * sampled * padded_vocab_ * kFloat, stream_));
+  }
   if (layout_.rank() == 0) {
     ASSIGN_OR_RETURN(whole_rows_, Buffer::Allocate(tp * sampled * padded_vocab_ * kFloat));
     ASSIGN_OR_RETURN(whole_row_, Buffer::Allocate(sampled * config_.vocab_size * kFloat));
@@ -108,6 +115,7 @@ absl::Status RankRunner::AllocateWorkspace() {
   RETURN_IF_ERROR(arrays_.SendTables(slots_, stream_));
   all_best_.resize(tp * sampled);
   whole_index_.reserve(sampled);
+  filtered_index_.reserve(sampled);
   logits_rows_.reserve(sampled);
   sampled_tokens_.reserve(sampled);
   return absl::OkStatus();
@@ -118,7 +126,8 @@ std::int64_t RankRunner::workspace_bytes() const {
       attention_->workspace_bytes() + arrays_.size_bytes() + whole_send_.size_bytes();
   if (moe_.has_value()) bytes += moe_->workspace_bytes();
   for (const kernels::Buffer* buffer :
-       {&x_, &normed_, &gate_up_, &activated_, &logits_, &whole_rows_, &whole_row_, &processed_}) {
+       {&x_, &normed_, &gate_up_, &activated_, &logits_, &whole_rows_, &whole_row_, &processed_,
+        &filtered_logits_}) {
     bytes += buffer->size_bytes();
   }
   return bytes;

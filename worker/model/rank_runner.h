@@ -11,6 +11,7 @@
 #include "kernels/device/buffer.h"
 #include "kernels/device/mirror.h"
 #include "kernels/device/stream.h"
+#include "kernels/filtered_sample.h"
 #include "kernels/gumbel_argmax.h"
 #include "worker/engine/step_plan.h"
 #include "worker/group/communicator.h"
@@ -104,7 +105,12 @@ class RankRunner {
   void TakeLogitsDeltas(const StepPlan& plan, absl::Span<const std::int32_t> previous_tokens);
   // What is to be done with each row that has logits.
   void ListLogitsRows(const StepPlan& plan);
+  bool FiltersOnDevice(const SamplingParams& params) const {
+    return params.HasFilter() && !params.whole_row && stream_.device() != kernels::DeviceKind::kCpu;
+  }
   absl::Status DrawTokens();
+  // Of the rows in filtered_index_, into filtered_.
+  absl::Status DrawFiltered();
   absl::Status SampleRows();
   absl::Status GatherWholeRows();
   // Leader: fills sampled_tokens_ and logprobs_.
@@ -169,6 +175,10 @@ class RankRunner {
   std::vector<kernels::ArgmaxResult> all_best_;  // leader: [T, logits rows]
   std::vector<std::int32_t> whole_index_;        // which of them are gathered whole
   kernels::Mirror<std::int32_t> whole_index_for_kernels_;
+  std::vector<std::int32_t> filtered_index_;  // which of them devices filter
+  kernels::Mirror<kernels::FilteredRow> filtered_rows_;
+  kernels::Buffer filtered_logits_;                   // [T, filtered rows, padded_vocab]
+  kernels::Mirror<kernels::FilteredToken> filtered_;  // leader
   std::vector<std::int32_t> sampled_tokens_;
 };
 

@@ -36,12 +36,15 @@ void RankRunner::TakeLogitsDeltas(const StepPlan& plan,
 void RankRunner::ListLogitsRows(const StepPlan& plan) {
   logits_rows_.clear();
   whole_index_.clear();
+  filtered_index_.clear();
   for (const PlanSequence& sequence : plan.sequences) {
     const SamplingParams& params = slots_.sampling(sequence.slot);
     for (std::int32_t i = 0; i < sequence.num_scored + sequence.num_sampled; ++i) {
       const auto index = static_cast<std::int32_t>(logits_rows_.size());
       const bool sampled = i >= sequence.num_scored;
-      if (options_.gather_all_logits || !sampled || params.NeedsWholeRow()) {
+      const bool filtered = sampled && FiltersOnDevice(params);
+      if (filtered) filtered_index_.push_back(index);
+      if (options_.gather_all_logits || !sampled || (params.NeedsWholeRow() && !filtered)) {
         whole_index_.push_back(index);
       }
       logits_rows_.push_back({.slot = sequence.slot, .sampled = sampled});
@@ -79,12 +82,49 @@ absl::Status RankRunner::DrawTokens() {
 absl::Status RankRunner::SampleRows() {
   const auto num_rows = static_cast<std::int32_t>(logits_rows_.size());
   RETURN_IF_ERROR(best_.Fetch(num_rows, stream_));
+  RETURN_IF_ERROR(DrawFiltered());
   RETURN_IF_ERROR(stream_.Synchronize());
   RETURN_IF_ERROR(world_.Gather(best_.host(), all_best_.data(),
                                 num_rows * static_cast<std::int64_t>(sizeof(kernels::ArgmaxResult)),
                                 host_));
   RETURN_IF_ERROR(GatherWholeRows());
   return layout_.rank() == 0 ? FinishRows() : absl::OkStatus();
+}
+
+absl::Status RankRunner::DrawFiltered() {
+  const auto count = static_cast<std::int32_t>(filtered_index_.size());
+  if (count == 0) return absl::OkStatus();
+  RETURN_IF_ERROR(whole_index_for_kernels_.Send(filtered_index_, stream_));
+  float* const logits = filtered_logits_.as<float>();
+  const std::int64_t of_rank = std::int64_t{count} * padded_vocab_;
+  float* const own = logits + layout_.rank() * of_rank;
+  RETURN_IF_ERROR(kernels::GatherRows({.in = logits_.as<float>(),
+                                       .index = whole_index_for_kernels_.data(),
+                                       .out = own,
+                                       .num_rows = count,
+                                       .size = padded_vocab_},
+                                      stream_));
+  RETURN_IF_ERROR(world_.AllGather(own, logits, of_rank * kFloat, stream_));
+  if (layout_.rank() != 0) return absl::OkStatus();
+  for (std::int32_t i = 0; i < count; ++i) {
+    const std::int32_t index = filtered_index_[i];
+    const SamplingParams& params = slots_.sampling(logits_rows_[index].slot);
+    filtered_rows_.host()[i] = {.seed = params.seed,
+                                .position = sample_position_.host()[index],
+                                .log_min_p = std::log(double{params.min_p}),
+                                .temperature = params.temperature,
+                                .top_p = params.top_p,
+                                .top_k = params.top_k};
+  }
+  RETURN_IF_ERROR(filtered_rows_.Send(count, stream_));
+  RETURN_IF_ERROR(kernels::OnDevice(stream_)->FilteredSample({.logits = logits,
+                                                              .rows = filtered_rows_.data(),
+                                                              .out = filtered_.data(),
+                                                              .logits_stride = padded_vocab_,
+                                                              .num_slices = world_.size(),
+                                                              .num_rows = count,
+                                                              .vocab_size = config_.vocab_size}));
+  return filtered_.Fetch(count, stream_);
 }
 
 absl::Status RankRunner::GatherWholeRows() {
@@ -117,6 +157,7 @@ absl::Status RankRunner::GatherWholeRows() {
 
 absl::Status RankRunner::FinishRows() {
   const auto num_rows = static_cast<std::int32_t>(logits_rows_.size());
+  const kernels::FilteredToken* filtered = filtered_.host();
   for (std::int32_t i = 0; i < num_rows; ++i) {
     const auto [slot, sampled] = logits_rows_[i];
     LogitsProcessor& processor = processors_[slot];
@@ -128,7 +169,11 @@ absl::Status RankRunner::FinishRows() {
       continue;
     }
     std::int32_t token = Sampler::Best(&all_best_[i], layout_.tensor_parallel_size(), num_rows);
-    if (token >= 0 && slots_.sampling(slot).NeedsWholeRow()) {
+    const SamplingParams& sampling = slots_.sampling(slot);
+    if (FiltersOnDevice(sampling)) {
+      const auto [id, logit] = *filtered++;
+      token = id >= 0 && logit == -std::numeric_limits<float>::infinity() ? kNoTokenLeft : id;
+    } else if (token >= 0 && sampling.NeedsWholeRow()) {
       ASSIGN_OR_RETURN(token, SampleWholeRow(i));
     }
     sampled_tokens_.push_back(token);

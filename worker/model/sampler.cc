@@ -5,9 +5,14 @@
 #include <cstddef>
 #include <numeric>
 
+#include "kernels/token_weight.h"
+#include "server/base/check.h"
+
 namespace weft {
 
-Sampler::Sampler(std::int32_t vocab_size) : order_(vocab_size), weight_(vocab_size) {}
+Sampler::Sampler(std::int32_t vocab_size) : order_(vocab_size), weight_(vocab_size) {
+  CHECK(vocab_size <= kernels::kMaxWeighedTokens);
+}
 
 std::int32_t Sampler::Best(const kernels::ArgmaxResult* candidates, int num_ranks,
                            std::int64_t stride) {
@@ -38,31 +43,30 @@ std::int32_t Sampler::KeepTopP(absl::Span<const float> logits, const SamplingPar
   const auto first = order_.begin();
   float highest = logits[order_[0]];
   for (std::int32_t i = 1; i < count; ++i) highest = std::max(highest, logits[order_[i]]);
-  double total = 0;
+  std::uint64_t total = 0;
   for (std::int32_t i = 0; i < count; ++i) {
-    const float logit = logits[order_[i]];
-    // Equal infinities have no difference.
-    const double weight =
-        logit == highest ? 1.0 : std::exp((double{logit} - highest) / params.temperature);
+    const std::uint64_t weight =
+        kernels::TokenWeight(logits[order_[i]], highest, params.temperature);
     weight_[order_[i]] = weight;
     total += weight;
   }
-  const double wanted = params.top_p * total;
+  const double wanted = params.top_p * static_cast<double>(total);
 
   // What is left out below weighs less than the rest may miss: half, to be safe from rounding.
-  const double least = (total - wanted) / count / 2;
-  const auto light =
-      std::partition(first, first + count, [&](std::int32_t id) { return weight_[id] >= least; });
+  const double least = (static_cast<double>(total) - wanted) / count / 2;
+  const auto light = std::partition(first, first + count, [&](std::int32_t id) {
+    return static_cast<double>(weight_[id]) >= least;
+  });
   // Halving instead of sorting: [0, low) are the heaviest and do not reach `wanted`, [0, high) do.
   std::int32_t low = 0;
   auto high = static_cast<std::int32_t>(light - first);
-  double reached = 0;
+  std::uint64_t reached = 0;
   while (high - low > 1) {
     const std::int32_t middle = low + (high - low) / 2;
     std::nth_element(first + low, first + middle, first + high, Higher{logits});
-    double weight = 0;
+    std::uint64_t weight = 0;
     for (std::int32_t i = low; i < middle; ++i) weight += weight_[order_[i]];
-    if (reached + weight >= wanted) {
+    if (static_cast<double>(reached + weight) >= wanted) {
       high = middle;
     } else {
       reached += weight;

@@ -9,7 +9,8 @@
 
 namespace weft {
 
-// Whole-vocabulary sampling on the leader. A token is the argmax of logit / temperature + Gumbel
+// Whole-vocabulary sampling on the leader's CPU; devices have kernels/filtered_sample.h, with the
+// same tokens. A token is the argmax of logit / temperature + Gumbel
 // noise over the candidates that top_k and top_p leave; the noise depends on (seed, position,
 // token id) alone, so that neither batch, layout nor replay changes the draw. Ties go to the
 // lowest id. Reuses its scratch: allocates nothing after the first call. One thread.
@@ -44,8 +45,8 @@ class Sampler {
   std::int32_t KeepTopP(absl::Span<const float> logits, const SamplingParams& params,
                         std::int32_t count);
 
-  std::vector<std::int32_t> order_;  // candidates, the kept ones first
-  std::vector<double> weight_;       // by id: probability relative to the most probable
+  std::vector<std::int32_t> order_;    // candidates, the kept ones first
+  std::vector<std::uint64_t> weight_;  // by id: TokenWeight()
 };
 
 }  // namespace weft
