@@ -54,7 +54,7 @@ absl::Status LaunchRmsNorm(const RmsNormParams<T>& p, CudaStream& stream) {
   const int items = (packs + threads - 1) / threads;
   const dim3 grid(static_cast<unsigned>(p.num_rows), static_cast<unsigned>(p.num_heads));
   const auto block = static_cast<unsigned>(threads);
-  constexpr int kMaxItems = kMaxNormSize / kMaxThreads / kPack;
+  constexpr int kMaxItems = kMaxDeviceNormSize / kMaxThreads / kPack;
   if constexpr (kMaxItems > 4) {
     if (items > 4)
       return Launch<RmsNormKernel<T, kPack, 16>>("RmsNorm", grid, block, 0, stream.handle(), p);
@@ -70,7 +70,7 @@ absl::Status LaunchRmsNorm(const RmsNormParams<T>& p, CudaStream& stream) {
 
 // A warp a head; lane l has pairs l, l + 32, ...
 constexpr int kRopeWarps = 4;
-constexpr int kMaxPairs = kMaxRopeDim / 2 / 32;
+constexpr int kMaxPairs = kMaxDeviceRopeDim / 2 / 32;
 
 template <typename T>
 __global__ void __launch_bounds__(kRopeWarps * 32) RopeKernel(RopeParams<T> p) {
@@ -160,9 +160,9 @@ absl::Status LaunchOverRows(const char* name, const T* in, const Params& p, Cuda
 
 template <typename T>
 absl::Status RmsNorm(const RmsNormParams<T>& params, CudaStream& stream) {
-  if (params.size < 1 || params.size > kMaxNormSize) {
+  if (params.size < 1 || params.size > kMaxDeviceNormSize) {
     return absl::InvalidArgumentError("RmsNorm: size is " + std::to_string(params.size) +
-                                      "; allowed are 1 to " + std::to_string(kMaxNormSize));
+                                      "; allowed are 1 to " + std::to_string(kMaxDeviceNormSize));
   }
   if (params.num_rows == 0) return absl::OkStatus();
   RmsNormParams<T> p = params;
@@ -174,10 +174,10 @@ absl::Status RmsNorm(const RmsNormParams<T>& params, CudaStream& stream) {
 
 template <typename T>
 absl::Status Rope(const RopeParams<T>& params, CudaStream& stream) {
-  if (params.head_dim % 2 != 0 || params.head_dim < 2 || params.head_dim > kMaxRopeDim) {
+  if (params.head_dim % 2 != 0 || params.head_dim < 2 || params.head_dim > kMaxDeviceRopeDim) {
     return absl::InvalidArgumentError("Rope: head_dim is " + std::to_string(params.head_dim) +
                                       "; allowed are even ones from 2 to " +
-                                      std::to_string(kMaxRopeDim));
+                                      std::to_string(kMaxDeviceRopeDim));
   }
   RopeParams<T> p = params;
   if (p.head_stride == 0) p.head_stride = p.head_dim;

@@ -5,13 +5,14 @@
 #include "absl/status/status.h"
 #include "kernels/cuda/stream.h"
 #include "kernels/cuda/types.h"
+#include "kernels/device/device_limits.h"
 
 // kernels/elementwise.h on a GPU, for activations T: float, BFloat16 or Float16. Asynchronous.
 
 namespace weft::kernels::cuda {
 
 // sum = x + residual, out = weight * sum / sqrt(mean(sum^2) + eps), per `size` values; the norm is
-// that of the sum as it is stored. INVALID_ARGUMENT if `size` is over kMaxNormSize.
+// that of the sum as it is stored. INVALID_ARGUMENT if `size` is over kMaxDeviceNormSize.
 template <typename T>
 struct RmsNormParams {
   const T* x;           // [num_rows, num_heads, size], row_stride values from row to row
@@ -25,7 +26,6 @@ struct RmsNormParams {
   std::int32_t num_heads = 1;   // normed apart, with the same weight
   std::int64_t row_stride = 0;  // 0: num_heads * size
 };
-inline constexpr std::int32_t kMaxNormSize = 16384;
 
 template <typename T>
 absl::Status RmsNorm(const RmsNormParams<T>& params, CudaStream& stream);
@@ -38,7 +38,7 @@ struct RopeParams {
   const float* sin;  // [num_rows, head_dim / 2]
   std::int32_t num_rows;
   std::int32_t num_heads;
-  std::int32_t head_dim;  // even, at most kMaxRopeDim
+  std::int32_t head_dim;  // even, at most kMaxDeviceRopeDim
   std::int64_t row_stride;
   std::int64_t head_stride = 0;  // 0: head_dim
   // Where the result goes instead of x.
@@ -48,7 +48,6 @@ struct RopeParams {
   const float* norm_weight = nullptr;  // [head_dim], or null
   float eps = 0.0F;
 };
-inline constexpr std::int32_t kMaxRopeDim = 512;
 
 template <typename T>
 absl::Status Rope(const RopeParams<T>& params, CudaStream& stream);

@@ -144,8 +144,7 @@ __global__ void __launch_bounds__(kThreads) SortByExpertKernel(SortByExpertParam
 
   for (std::int32_t begin = 0; begin < count; begin += kThreads) {
     const std::int32_t i = begin + thread;
-    const bool own =
-        i < count && expert < p.num_local && p.experts[i] - p.first_expert == expert;
+    const bool own = i < count && expert < p.num_local && p.experts[i] - p.first_expert == expert;
     const unsigned votes = __ballot_sync(kAllLanes, own);
     if (lane == 0) of_warp[warp] = __popc(votes);
     __syncthreads();
@@ -195,11 +194,11 @@ dim3 GridOfRows(std::int32_t num_rows, std::int32_t size, int pack) {
 }  // namespace
 
 absl::Status RouteRows(const RouteRowsParams& p, CudaStream& stream) {
-  if (p.num_experts < 1 || p.num_experts > kMaxExperts || p.num_groups > kMaxExpertGroups) {
-    return absl::InvalidArgumentError("RouteRows: " + std::to_string(p.num_experts) +
-                                      " experts in " + std::to_string(p.num_groups) +
-                                      " groups; allowed are 1 to " + std::to_string(kMaxExperts) +
-                                      " in up to " + std::to_string(kMaxExpertGroups));
+  if (p.num_experts < 1 || p.num_experts > kMaxDeviceExperts || p.num_groups > kMaxExpertGroups) {
+    return absl::InvalidArgumentError(
+        "RouteRows: " + std::to_string(p.num_experts) + " experts in " +
+        std::to_string(p.num_groups) + " groups; allowed are 1 to " +
+        std::to_string(kMaxDeviceExperts) + " in up to " + std::to_string(kMaxExpertGroups));
   }
   if (p.num_rows == 0) return absl::OkStatus();
   const std::size_t shared =

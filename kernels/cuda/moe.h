@@ -5,14 +5,14 @@
 #include "absl/status/status.h"
 #include "kernels/cuda/stream.h"
 #include "kernels/cuda/types.h"
+#include "kernels/device/device_limits.h"
 #include "kernels/moe.h"
 
 // kernels/moe.h on a GPU; all pointers are in the device's memory.
 
 namespace weft::kernels::cuda {
 
-// `scratch` is not used. INVALID_ARGUMENT for more than kMaxExperts experts.
-inline constexpr std::int32_t kMaxExperts = 1024;
+// `scratch` is not used. INVALID_ARGUMENT for more than kMaxDeviceExperts experts.
 absl::Status RouteRows(const RouteRowsParams& params, CudaStream& stream);
 
 absl::Status SortByExpert(const SortByExpertParams& params, CudaStream& stream);

@@ -90,7 +90,8 @@ TEST_P(ElementwiseCudaTest, RmsNormOfWideRows) {
                     .ok());
     ExpectClose<float>(device_x.Read(), want, 2e-6);
   }
-  const absl::Status status = RmsNorm<float>({.num_rows = 1, .size = kMaxNormSize + 1}, stream());
+  const absl::Status status =
+      RmsNorm<float>({.num_rows = 1, .size = kMaxDeviceNormSize + 1}, stream());
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("16385"), std::string::npos) << status;
 }

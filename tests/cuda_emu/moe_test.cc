@@ -76,7 +76,8 @@ TEST_P(MoeCudaTest, NeverChoosesAnExpertTwiceEvenOfValuesThatAreNoNumbers) {
 }
 
 TEST_P(MoeCudaTest, RefusesMoreExpertsThanFit) {
-  const absl::Status status = RouteRows({.num_rows = 1, .num_experts = kMaxExperts + 1}, stream());
+  const absl::Status status =
+      RouteRows({.num_rows = 1, .num_experts = kMaxDeviceExperts + 1}, stream());
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("1025"), std::string::npos) << status;
 }

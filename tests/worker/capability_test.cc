@@ -12,8 +12,10 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/device.h"
+#include "nlohmann/json.hpp"
 #include "server/capabilities.h"
 #include "tests/golden.h"
+#include "tests/temp_dir.h"
 #include "tests/worker/local_group.h"
 #include "tests/worker/pd_pair.h"
 
@@ -22,6 +24,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 // Goldens have no window beside experts.
 const char* CheckpointOf(AttentionKind kind, Feature feature) {
@@ -203,6 +206,35 @@ TEST(CapabilityTest, TheReadmeHasTheTable) {
   std::stringstream readme;
   readme << std::ifstream(WEFT_SOURCE_DIR "/README.md").rdbuf();
   EXPECT_THAT(readme.str(), HasSubstr(Table()));
+}
+
+TEST(CapabilityTest, WhatTheKernelsOfDevicesDoNotTakeIsRefusedAtStart) {
+  struct Case {
+    const char* checkpoint;
+    const char* key;
+    std::int32_t value;
+    const char* says;
+  };
+  for (const Case& c : {Case{"llama_gqa", "hidden_size", 16392, "hidden_size is 16392"},
+                        Case{"deepseek_v3", "q_lora_rank", 16385, "q_lora_rank is 16385"},
+                        Case{"deepseek_v3", "qk_rope_head_dim", 520, "qk_rope_head_dim is 520"},
+                        Case{"mixtral", "num_local_experts", 1025, "experts is 1025"}}) {
+    WEFT_GOLDEN_OR_SKIP(golden, c.checkpoint);
+    nlohmann::json config = nlohmann::json::parse(std::ifstream(golden / "config.json"));
+    config[c.key] = c.value;
+    const TempDir dir;
+    std::ofstream(dir.path() / "config.json") << config;
+    for (const Device device : {Device::kCuda, Device::kCudaEmu, Device::kCpu}) {
+      const absl::Status status = RankModel::Check({.model_dir = dir.path(), .device = device});
+      EXPECT_FALSE(status.ok());
+      if (device == Device::kCpu) {
+        EXPECT_THAT(std::string(status.message()), Not(HasSubstr("--device=cpu")));
+      } else {
+        EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+        EXPECT_THAT(std::string(status.message()), HasSubstr(c.says));
+      }
+    }
+  }
 }
 
 TEST(CapabilityTest, WhatIsExperimentalWarns) {

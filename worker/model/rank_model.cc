@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "fmt/format.h"
+#include "kernels/device/device_limits.h"
 #include "kernels/device/device_stream.h"
 #include "server/base/ceil_div.h"
 #include "server/base/status_macros.h"
@@ -103,6 +104,29 @@ std::string ExtraWeights(const ModelConfig& config, const ShardLayout& layout, D
   return text;
 }
 
+// Refuses what no step could launch, whether steps are recorded at start or not.
+absl::Status CheckDeviceKernels(Device device, const ModelConfig& config) {
+  struct Limit {
+    std::string_view what;
+    std::int32_t value;
+    std::int32_t most;
+  };
+  const MlaConfig mla = config.mla.value_or(MlaConfig{});
+  const std::int32_t num_experts = config.moe.has_value() ? config.moe->num_experts : 0;
+  for (const Limit& limit :
+       {Limit{"hidden_size", config.hidden_size, kernels::kMaxDeviceNormSize},
+        Limit{"q_lora_rank", mla.q_lora_rank, kernels::kMaxDeviceNormSize},
+        Limit{"qk_rope_head_dim", mla.qk_rope_head_dim, kernels::kMaxDeviceRopeDim},
+        Limit{"the number of experts", num_experts, kernels::kMaxDeviceExperts}}) {
+    if (limit.value <= limit.most) continue;
+    return absl::InvalidArgumentError(
+        fmt::format("{} is {}; the kernels of --device={} take at most {}, those of --device=cpu "
+                    "more",
+                    limit.what, limit.value, DeviceName(device), limit.most));
+  }
+  return absl::OkStatus();
+}
+
 // A model as its files describe it, before any weight is read.
 struct Described {
   ModelConfig config;
@@ -125,6 +149,9 @@ struct Described {
                       *options.max_model_len, config.max_position_embeddings));
     }
     RETURN_IF_ERROR(CheckRanksCanShare(config, layout, options.expert_parallel));
+    if (options.device != Device::kCpu) {
+      RETURN_IF_ERROR(CheckDeviceKernels(options.device, config));
+    }
     if (options.quantization.has_value() && options.device != Device::kCpu) {
       return absl::InvalidArgumentError(
           fmt::format("--quantization: {} has no kernels for integer weights; --device=cpu has",
