@@ -98,8 +98,10 @@ void GroupFlags::AddTo(OptionParser& parser) {
                  "cuda-emu is the same on the CPU, for tests");
   parser.Add(
       "--enforce-eager", &enforce_eager,
-      "With --device=cuda: launch the kernels of a step that decodes one by one, not as a graph; "
-      "several ranks and mixtures of experts need it");
+      "With --device=cuda: launch the kernels of a step that decodes one by one, not as a graph");
+  parser.Add("--use-nccl-symm-mem", &use_nccl_symm_mem,
+             "With --device=cuda and several ranks: what they exchange is in NCCL's symmetric "
+             "memory, where a GPU reaches the others' (vLLM: VLLM_USE_NCCL_SYMM_MEM); NCCL 2.27");
   parser.Add("--tensor-parallel-size,-tp", &tensor_parallel_size, "Ranks of the group",
              Range(1, kMaxRanks));
   parser.Add("--decode-context-parallel-size,-dcp", &decode_context_parallel_size,
@@ -189,11 +191,10 @@ absl::Status GroupFlags::Check() const {
     return absl::InvalidArgumentError("--stall-timeout is 0; it has to be longer");
   }
   if (max_restart_backoff < min_restart_backoff) {
-    return absl::InvalidArgumentError(
-        fmt::format("--max-restart-backoff is {}; it has to be at least --min-restart-backoff, "
-                    "which is {}",
-                    absl::FormatDuration(max_restart_backoff),
-                    absl::FormatDuration(min_restart_backoff)));
+    return absl::InvalidArgumentError(fmt::format(
+        "--max-restart-backoff is {}; it has to be at least --min-restart-backoff, "
+        "which is {}",
+        absl::FormatDuration(max_restart_backoff), absl::FormatDuration(min_restart_backoff)));
   }
   if (kv_transfer.kv_transfer_lease <= absl::ZeroDuration()) {
     return absl::InvalidArgumentError("--kv-transfer-lease is 0; it has to be longer");

@@ -45,6 +45,7 @@ struct GroupFlags : CommonFlags {
   bool dcp_replicate_query = false;
   bool enable_expert_parallel = false;
   bool enforce_eager = false;
+  bool use_nccl_symm_mem = false;
   // Known so that it is refused with a reason; see capabilities.h.
   std::string speculative_config;
 
@@ -65,8 +66,8 @@ struct GroupFlags : CommonFlags {
   absl::Duration stall_timeout = absl::Seconds(3);
   absl::Duration min_restart_backoff = absl::Milliseconds(200);  // doubles ...
   absl::Duration max_restart_backoff = absl::Seconds(5);         // ... up to this
-  absl::Duration log_stats_interval = absl::Seconds(10);  // 0: never
-  std::int32_t force_preemption_every = 0;                // for tests; 0: never
+  absl::Duration log_stats_interval = absl::Seconds(10);         // 0: never
+  std::int32_t force_preemption_every = 0;                       // for tests; 0: never
 
   KvTransferFlags kv_transfer;
 

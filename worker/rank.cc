@@ -187,7 +187,8 @@ absl::Status Rank::ConnectDevices(Communicator& meeting, kernels::DeviceStream& 
                                        .rank = layout.rank() - first_rank,
                                        .size = communicator->size(),
                                        .join_timeout = kMeetingTimeout,
-                                       .stall_timeout = options_.stall_timeout}));
+                                       .stall_timeout = options_.stall_timeout,
+                                       .symmetric_memory = options_.symmetric_memory}));
     communicator = MakeDeviceCommunicator(std::move(communicator), std::move(joined));
     return absl::OkStatus();
   };

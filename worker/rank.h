@@ -84,7 +84,8 @@ struct RankOptions {
   absl::Duration stall_timeout = absl::Seconds(3);
   std::optional<MlaForm> mla_form;  // see RunnerOptions
   bool gather_all_logits = false;
-  bool graphs = false;  // on a device: record the steps that only decode, and replay them
+  bool graphs = false;            // on a device: record the steps that only decode, and replay them
+  bool symmetric_memory = false;  // on devices: see DeviceGroup
 };
 
 // What a rank needs that exchanges KV with other groups.

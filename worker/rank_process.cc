@@ -229,7 +229,8 @@ class RankProcess {
                                   .exchange = model_options_.exchange,
                                   .stall_timeout = options_.group.stall_timeout,
                                   .graphs = model_options_.device != Device::kCpu &&
-                                            !options_.group.enforce_eager},
+                                            !options_.group.enforce_eager,
+                                  .symmetric_memory = options_.group.use_nccl_symm_mem},
                                  *fabric_, stream(), progress_, std::move(kv)));
     spdlog::info("memory: {:.1f} MB weights, {:.1f} MB KV, {:.1f} MB workspace",
                  static_cast<double>(model_->weights.SizeBytes()) / 1e6,

@@ -10,6 +10,7 @@
 
 #include "absl/time/clock.h"
 #include "fmt/format.h"
+#include "kernels/cuda/memory.h"
 #include "server/base/status_macros.h"
 
 #ifdef WEFT_CUDA_EMU
@@ -33,7 +34,7 @@ static_assert(int{kNcclSuccess} == int{ncclSuccess} &&
               int{kNcclRemoteError} == int{ncclRemoteError} &&
               int{kNcclInProgress} == int{ncclInProgress});
 static_assert(int{kNcclUint8} == int{ncclUint8} && int{kNcclFloat32} == int{ncclFloat32} &&
-              int{kNcclSum} == int{ncclSum});
+              int{kNcclSum} == int{ncclSum} && kNcclWindowSymmetric == NCCL_WIN_COLL_SYMMETRIC);
 #endif
 
 absl::StatusOr<NcclApi> OpenNccl(const char* library) {
@@ -66,6 +67,10 @@ absl::StatusOr<NcclApi> OpenNccl(const char* library) {
         fmt::format("{} has no {}; NCCL of version 2.14 or later is needed", library, missing));
   }
   find("ncclAlltoAll", api.all_to_all);
+  find("ncclCommWindowRegister", api.window_register);
+  find("ncclCommWindowDeregister", api.window_deregister);
+  find("ncclMemAlloc", api.mem_alloc);
+  find("ncclMemFree", api.mem_free);
   return api;
 }
 
@@ -94,6 +99,10 @@ NcclCommunicator::~NcclCommunicator() {
 absl::StatusOr<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Join(
     const NcclApi& api, const DeviceGroup& group, cudaStream_t stream,
     std::vector<NcclCommunicator*>& all) {
+  if (group.symmetric_memory && api.window_register == nullptr) {
+    return absl::UnimplementedError(
+        "symmetric memory needs ncclCommWindowRegister, of NCCL 2.27 or later");
+  }
   std::unique_ptr<NcclCommunicator> joined(new NcclCommunicator(api, group, stream, all));
   NcclUniqueId id;
   static_assert(sizeof(id.internal) == sizeof(group.id));
@@ -103,6 +112,40 @@ absl::StatusOr<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Join(
       joined->Finish(api.comm_init_rank_config(&joined->comm_, group.size, id, group.rank, &config),
                      "ncclCommInitRankConfig"));
   return joined;
+}
+
+absl::StatusOr<void*> NcclCommunicator::Allocate(std::int64_t bytes) {
+  if (!group_.symmetric_memory) return AllocateOnDevice(bytes, "what ranks exchange");
+  RETURN_IF_ERROR(Usable());
+  void* data = nullptr;
+  const auto size = static_cast<std::size_t>(bytes);
+  if (const NcclResult result = api_.mem_alloc(&data, size); result != kNcclSuccess) {
+    return absl::ResourceExhaustedError(
+        fmt::format("ncclMemAlloc: {} bytes of symmetric memory: "
+                    "{}",
+                    bytes, api_.get_error_string(result)));
+  }
+  NcclWindow*& window = windows_[data];
+  const absl::Status registered =
+      Finish(api_.window_register(comm_, data, size, &window, kNcclWindowSymmetric),
+             "ncclCommWindowRegister");
+  if (registered.ok()) return data;
+  Free(data);
+  return registered;
+}
+
+void NcclCommunicator::Free(void* data) {
+  if (!group_.symmetric_memory) {
+    cudaFree(data);
+    return;
+  }
+  const auto found = windows_.find(data);
+  // None of a device that cannot have any.
+  if (comm_ != nullptr && found->second != nullptr) {
+    api_.window_deregister(comm_, found->second);
+  }
+  windows_.erase(found);
+  api_.mem_free(data);
 }
 
 absl::Status NcclCommunicator::AllReduceSum(float* data, std::int64_t count) {

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string_view>
 #include <vector>
@@ -16,7 +17,8 @@ namespace weft::kernels::cuda {
 
 // The part of NCCL that Weft calls, from nccl.h of NCCL 2.28 (nccl.cc compares the two where there
 // is one): declared here since a build wants no NCCL. What a group of one rank never opens, too.
-struct NcclComm;  // NCCL's
+struct NcclComm;    // NCCL's
+struct NcclWindow;  // likewise
 struct NcclUniqueId {
   char internal[128];
 };
@@ -38,6 +40,7 @@ enum NcclResult : int {
 };
 enum NcclDataType : int { kNcclUint8 = 1, kNcclFloat32 = 7 };
 enum NcclRedOp : int { kNcclSum = 0 };
+inline constexpr int kNcclWindowSymmetric = 1;  // a flag of ncclCommWindowRegister()
 
 // Its functions, as they are called there.
 struct NcclApi {
@@ -64,6 +67,12 @@ struct NcclApi {
   // Null before 2.28.
   NcclResult (*all_to_all)(const void* in, void* out, std::size_t count_per_rank, NcclDataType type,
                            NcclComm* comm, cudaStream_t stream);
+  // Null before 2.27.
+  NcclResult (*window_register)(NcclComm* comm, void* data, std::size_t bytes, NcclWindow** window,
+                                int flags);
+  NcclResult (*window_deregister)(NcclComm* comm, NcclWindow* window);
+  NcclResult (*mem_alloc)(void** data, std::size_t bytes);
+  NcclResult (*mem_free)(void* data);
 };
 
 // UNIMPLEMENTED, in one line, when the loader has no such library or it lacks a function.
@@ -86,6 +95,8 @@ class NcclCommunicator final : public DeviceCommunicator {
   int rank() const override { return group_.rank; }
   int size() const override { return group_.size; }
   absl::Duration stall_timeout() const { return group_.stall_timeout; }
+  absl::StatusOr<void*> Allocate(std::int64_t bytes) override;
+  void Free(void* data) override;
   absl::Status AllReduceSum(float* data, std::int64_t count) override;
   absl::Status AllGather(const void* in, void* out, std::int64_t bytes_per_rank) override;
   absl::Status ReduceScatterSum(const float* in, float* out, std::int64_t count_per_rank) override;
@@ -110,8 +121,9 @@ class NcclCommunicator final : public DeviceCommunicator {
   const DeviceGroup group_;
   const cudaStream_t stream_;
   std::vector<NcclCommunicator*>& all_;
-  NcclComm* comm_ = nullptr;  // null after End()
-  absl::Status status_;       // the first error; final
+  NcclComm* comm_ = nullptr;              // null after End()
+  std::map<void*, NcclWindow*> windows_;  // by what they are of
+  absl::Status status_;                   // the first error; final
   std::atomic<bool> aborted_{false};
 };
 

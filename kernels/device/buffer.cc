@@ -89,10 +89,14 @@ absl::StatusOr<Buffer> Buffer::Allocate(std::int64_t bytes, Stream& stream) {
   DeviceStream* const device = OnDevice(stream);
   if (device == nullptr || bytes == 0) return Allocate(bytes);
   ASSIGN_OR_RETURN(void* data, device->Allocate(bytes));
+  return Of(std::shared_ptr<void>(data, [device](void* memory) { device->Free(memory); }), bytes);
+}
+
+Buffer Buffer::Of(std::shared_ptr<void> owner, std::int64_t bytes) {
   Buffer buffer;
-  buffer.owner_ = std::shared_ptr<void>(data, [device](void* memory) { device->Free(memory); });
-  buffer.data_ = static_cast<std::byte*>(data);
+  buffer.data_ = static_cast<std::byte*>(owner.get());
   buffer.size_bytes_ = bytes;
+  buffer.owner_ = std::move(owner);
   return buffer;
 }
 

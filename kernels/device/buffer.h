@@ -27,6 +27,9 @@ class Buffer {
   // Where the kernels of `stream` read and write, which must outlive it.
   static absl::StatusOr<Buffer> Allocate(std::int64_t bytes, Stream& stream);
 
+  // Of memory that somebody else has allocated, and `owner` gives back.
+  static Buffer Of(std::shared_ptr<void> owner, std::int64_t bytes);
+
   std::byte* data() const { return data_; }
   std::int64_t size_bytes() const { return size_bytes_; }
   template <typename T>

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 
 namespace weft::kernels {
@@ -15,8 +16,9 @@ struct DeviceGroup {
   DeviceGroupId id{};
   int rank = 0;
   int size = 1;
-  absl::Duration join_timeout;   // until all are there, and until they have connected
-  absl::Duration stall_timeout;  // that DeviceStream::Synchronize() waits, at most
+  absl::Duration join_timeout;    // until all are there, and until they have connected
+  absl::Duration stall_timeout;   // that DeviceStream::Synchronize() waits, at most
+  bool symmetric_memory = false;  // what Allocate() gives is registered with all ranks
 };
 
 // Collectives between devices, one a rank, on memory of the device and in the order of its stream:
@@ -35,6 +37,13 @@ class DeviceCommunicator {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
+
+  // Memory of the device for what goes into calls and comes out of them; with symmetric_memory all
+  // of that has to be from here, where the other ranks' devices can reach it. Every rank asks for
+  // the same sizes in the same order, before its first call. To be freed before this ends.
+  // RESOURCE_EXHAUSTED with the size when it cannot be had.
+  virtual absl::StatusOr<void*> Allocate(std::int64_t bytes) = 0;
+  virtual void Free(void* data) = 0;
 
   // data[i] = the sum over ranks of data[i], in place: the same bits on every rank and in every
   // run, in an order that `count` decides.

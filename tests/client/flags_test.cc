@@ -53,6 +53,7 @@ const std::vector<std::string> kEveryGroupFlag = {
     "--max-model-len=4K",
     "--device=cuda",
     "--enforce-eager=true",
+    "--use-nccl-symm-mem=true",
     "--tensor-parallel-size=4",
     "--decode-context-parallel-size=2",
     "--prefill-context-parallel-size=2",

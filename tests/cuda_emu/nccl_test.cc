@@ -310,6 +310,74 @@ TEST(NcclTest, AFailingLinkIsUnavailable) {
   EXPECT_THAT(std::string(statuses[1].message()), HasSubstr("the link is down"));
 }
 
+// Two ranks with symmetric memory, of `bytes` the first.
+std::vector<absl::Status> WithSymmetricMemory(
+    const std::function<std::int64_t(int rank)>& bytes,
+    const std::function<absl::Status(Member& m, float* memory)>& body) {
+  DeviceGroup group = NewGroup(2);
+  group.symmetric_memory = true;
+  std::vector<absl::Status> statuses(2);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r) {
+    threads.emplace_back([&, r, own = group]() mutable {
+      own.rank = r;
+      Member member;
+      statuses[r] = [&]() -> absl::Status {
+        RETURN_IF_ERROR(member.Join(own));
+        ASSIGN_OR_RETURN(void* first, member.group->Allocate(bytes(r)));
+        ASSIGN_OR_RETURN(void* second, member.group->Allocate(64));
+        const absl::Status status = body(member, static_cast<float*>(first));
+        member.group->Free(second);
+        member.group->Free(first);
+        return status;
+      }();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return statuses;
+}
+
+TEST(NcclTest, SymmetricMemoryIsExchanged) {
+  const auto statuses = WithSymmetricMemory(
+      [](int) { return 256; },
+      [](Member& m, float* memory) {
+        const float own = m.group->rank() == 0 ? 1.0F : 10.0F;
+        m.in.host()[0] = m.in.host()[1] = own;
+        RETURN_IF_ERROR(m.device->CopyToDevice(memory, m.in.host(), 8));
+        RETURN_IF_ERROR(m.group->AllReduceSum(memory, 2));
+        RETURN_IF_ERROR(m.group->AllGather(memory, memory + 8, 8));  // within the window
+        RETURN_IF_ERROR(m.device->CopyToHost(m.out.host(), memory + 8, 16));
+        RETURN_IF_ERROR(m.device->Synchronize());
+        return m.out.host()[3] == 11.0F
+                   ? absl::OkStatus()
+                   : Unequal("sum", m.group->rank(), 3, m.out.host()[3], 11.0F);
+      });
+  for (const absl::Status& status : statuses) EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST(NcclTest, WithSymmetricMemoryNoOtherIsUsed) {
+  for (const bool beyond : {false, true}) {
+    const auto statuses =
+        WithSymmetricMemory([](int) { return 256; },
+                            [beyond](Member& m, float* memory) {
+                              return m.group->AllReduceSum(beyond ? memory + 62 : m.in.data(), 4);
+                            });
+    for (const absl::Status& status : statuses) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("no device memory of a window"));
+    }
+  }
+}
+
+TEST(NcclTest, WindowsOfSeveralSizesAreAnError) {
+  const auto statuses = WithSymmetricMemory([](int rank) { return 256 + rank; },
+                                            [](Member&, float*) { return absl::OkStatus(); });
+  for (const absl::Status& status : statuses) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("a window of 25"));
+  }
+}
+
 TEST(NcclTest, AnAbsentLibraryIsOneLine) {
   const absl::Status status = cuda::OpenNccl("libnccl-that-is-not-there.so").status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);

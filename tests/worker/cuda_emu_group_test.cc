@@ -151,6 +151,28 @@ TEST_P(CudaEmuGroupTest, AReplayGivesTheBitsOfLaunchesOneByOne) {
   }
 }
 
+// The emulated NCCL takes no other memory then.
+TEST(CudaEmuSymmetricMemoryTest, AllThatRanksExchangeIsInIt) {
+  WEFT_GOLDEN_OR_SKIP(dir, "llama_gqa");
+  const Golden golden = LoadGolden(dir);
+  for (const Layout& layout :
+       {Layout{2, 2, 16, 2, DcpExchange::kAgRs}, Layout{2, 2, 16, 2, DcpExchange::kA2a}}) {
+    SCOPED_TRACE(layout.Name());
+    LocalGroupOptions options = OptionsOf(dir, layout);
+    options.model.max_num_seqs = 2;
+    options.rank.graphs = true;
+    options.rank.symmetric_memory = true;
+    auto group = LocalGroup::Start(options);
+    ASSERT_TRUE(group.ok()) << group.status();
+    std::vector<EngineRequest> requests = {Greedy(golden, "len7", 4), Greedy(golden, "len1", 4)};
+    requests[1].sampling = {.temperature = 1.0F, .top_p = 0.5F, .seed = 1};
+    const std::vector<Completion> done = (*group)->Generate(std::move(requests));
+    ASSERT_TRUE(done[0].status.ok() && done[1].status.ok()) << done[0].status << done[1].status;
+    const std::vector<std::int32_t>& greedy = golden.Prompt("len7").greedy;
+    EXPECT_EQ(done[0].token_ids, std::vector<std::int32_t>(greedy.begin(), greedy.begin() + 4));
+  }
+}
+
 // Rows that filter are drawn on the device; who also asks for log-probabilities gets them whole to
 // the leader, whose CPU draws of the same logits.
 TEST(CudaEmuFilterTest, TheDeviceDrawsWhatTheLeadersCpuDraws) {

@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "kernels/device/buffer.h"
 #include "kernels/device/stream.h"
 #include "kernels/dtype.h"
 #include "worker/group/fabric.h"
@@ -47,6 +48,13 @@ class Communicator {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
+
+  // Where kernels of `stream` and calls with it read and write: what every `in` and `out` on a
+  // device is to be from. All ranks ask for the same sizes in the same order, before their first
+  // call; freed before this ends. Errors as those of Buffer::Allocate().
+  virtual absl::StatusOr<kernels::Buffer> Allocate(std::int64_t bytes, kernels::Stream& stream) {
+    return kernels::Buffer::Allocate(bytes, stream);
+  }
 
   // data[i] = sum over ranks of data[i], in place.
   virtual absl::Status AllReduceSum(void* data, std::int64_t count, DType dtype,

@@ -23,6 +23,12 @@ class DeviceGroupCommunicator final : public Communicator {
   int rank() const override { return device_->rank(); }
   int size() const override { return device_->size(); }
 
+  absl::StatusOr<kernels::Buffer> Allocate(std::int64_t bytes, kernels::Stream& stream) override {
+    if (OnHost(stream) || bytes == 0) return host_->Allocate(bytes, stream);
+    ASSIGN_OR_RETURN(void* data, device_->Allocate(bytes));
+    return kernels::Buffer::Of(
+        std::shared_ptr<void>(data, [this](void* memory) { device_->Free(memory); }), bytes);
+  }
   absl::Status AllReduceSum(void* data, std::int64_t count, DType dtype,
                             kernels::Stream& stream) override {
     if (OnHost(stream)) return host_->AllReduceSum(data, count, dtype, stream);

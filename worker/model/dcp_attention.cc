@@ -69,12 +69,11 @@ absl::StatusOr<DcpAttention> DcpAttention::Create(const ShardLayout& layout, std
   const std::int64_t all_lse = rows * padded * a.n_ * a.n_ * f;
   const std::int64_t packed = a.n_ * rows * padded * (out_dim + 1) * f;
   if (a.gathers_queries_) {
-    ASSIGN_OR_RETURN(a.gathered_q_,
-                     kernels::Buffer::Allocate(a.n_ * rows * padded * q_dim * f, stream));
+    ASSIGN_OR_RETURN(a.gathered_q_, dcp.Allocate(a.n_ * rows * padded * q_dim * f, stream));
   }
-  ASSIGN_OR_RETURN(a.send_, kernels::Buffer::Allocate(packed, stream));
-  ASSIGN_OR_RETURN(a.receive_, kernels::Buffer::Allocate(std::max(packed, all_lse), stream));
-  ASSIGN_OR_RETURN(a.merged_, kernels::Buffer::Allocate(rows * padded * out_dim * f, stream));
+  ASSIGN_OR_RETURN(a.send_, dcp.Allocate(packed, stream));
+  ASSIGN_OR_RETURN(a.receive_, dcp.Allocate(std::max(packed, all_lse), stream));
+  ASSIGN_OR_RETURN(a.merged_, dcp.Allocate(rows * padded * out_dim * f, stream));
   ASSIGN_OR_RETURN(a.merged_lse_, kernels::Buffer::Allocate(rows * padded * f, stream));
   return a;
 }

@@ -83,7 +83,7 @@ absl::Status RankRunner::AllocateWorkspace() {
   }
   const std::int64_t tp = layout_.tensor_parallel_size();
   using kernels::Buffer;
-  ASSIGN_OR_RETURN(x_, Buffer::Allocate(rows * config_.hidden_size * kFloat, stream_));
+  ASSIGN_OR_RETURN(x_, world_.Allocate(rows * config_.hidden_size * kFloat, stream_));
   ASSIGN_OR_RETURN(normed_, Buffer::Allocate(rows * config_.hidden_size * kFloat, stream_));
   ASSIGN_OR_RETURN(gate_up_, Buffer::Allocate(rows * 2 * intermediate * kFloat, stream_));
   ASSIGN_OR_RETURN(activated_, Buffer::Allocate(rows * intermediate * kFloat, stream_));
@@ -103,7 +103,7 @@ absl::Status RankRunner::AllocateWorkspace() {
                      kernels::Mirror<kernels::FilteredRow>::Create(sampled, stream_));
     ASSIGN_OR_RETURN(filtered_, kernels::Mirror<kernels::FilteredToken>::Create(sampled, stream_));
     ASSIGN_OR_RETURN(filtered_logits_,
-                     Buffer::Allocate(tp * sampled * padded_vocab_ * kFloat, stream_));
+                     world_.Allocate(tp * sampled * padded_vocab_ * kFloat, stream_));
   }
   if (layout_.rank() == 0) {
     ASSIGN_OR_RETURN(whole_rows_, Buffer::Allocate(tp * sampled * padded_vocab_ * kFloat));

@@ -8,10 +8,13 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <set>
 #include <string>
 #include <utility>
 
 #include "fmt/format.h"
+#include "server/base/mutex.h"
 
 namespace weft::cuda_emu {
 namespace {
@@ -22,9 +25,11 @@ using kernels::cuda::NcclDataType;
 using kernels::cuda::NcclRedOp;
 using kernels::cuda::NcclResult;
 using kernels::cuda::NcclUniqueId;
+using kernels::cuda::NcclWindow;
 using enum kernels::cuda::NcclResult;
 
 constexpr int kMaxRanks = 16;
+constexpr std::uint64_t kMaxWindows = 64;
 constexpr std::size_t kSlotBytes = std::size_t{64} << 20;  // of address space; pages come as used
 
 enum class Kind : std::uint32_t { kAllReduce, kAllGather, kReduceScatter, kAllToAll, kGroup };
@@ -59,6 +64,8 @@ struct RankState {
   std::atomic<std::uint64_t> posted;  // collectives
   std::atomic<bool> joined;
   std::atomic<bool> ended;
+  std::atomic<std::uint64_t> windows;  // that it has registered, ever
+  std::size_t window_bytes[kMaxWindows];
   Post posts[2];
 };
 struct Shared {
@@ -94,7 +101,9 @@ struct State {
   Id id{};
   int rank = 0;
   int size = 0;
-  std::uint64_t done = 0;  // collectives
+  std::uint64_t done = 0;                              // collectives
+  std::uint64_t windows = 0;                           // that were registered, ever
+  std::map<const std::byte*, std::size_t> registered;  // those that are
   NcclResult result = kNcclInProgress;
   std::string text;
   bool ended = false;
@@ -230,6 +239,16 @@ cudaError_t Operation::Run() {
   return cudaSuccess;
 }
 
+// Whether a collective may use it.
+bool IsUsable(const State& s, const void* data, std::size_t bytes) {
+  if (bytes == 0 || s.registered.empty()) return bytes == 0 || IsDeviceMemory(data, bytes);
+  const auto* const at = static_cast<const std::byte*>(data);
+  auto window = s.registered.upper_bound(at);
+  if (window == s.registered.begin()) return false;
+  --window;
+  return at + bytes <= window->first + window->second;
+}
+
 NcclResult Invalid(NcclComm* comm, std::string text) {
   comm->state->text = std::move(text);
   return kNcclInvalidArgument;
@@ -240,9 +259,9 @@ NcclResult EnqueueCall(const Call& call, const void* in, std::size_t in_bytes, v
   if (in_bytes > kSlotBytes) {
     return Invalid(comm, fmt::format("{} bytes; the emulation takes {}", in_bytes, kSlotBytes));
   }
-  if ((in_bytes > 0 && !IsDeviceMemory(in, in_bytes)) ||
-      (out_bytes > 0 && !IsDeviceMemory(out, out_bytes))) {
-    return Invalid(comm, fmt::format("{}: no device memory", KindName(call.kind)));
+  if (!IsUsable(*comm->state, in, in_bytes) || !IsUsable(*comm->state, out, out_bytes)) {
+    return Invalid(comm, fmt::format("{}: no device memory{}", KindName(call.kind),
+                                     comm->state->registered.empty() ? "" : " of a window"));
   }
   auto operation = std::make_shared<Operation>();
   operation->state = comm->state;
@@ -285,6 +304,21 @@ NcclResult CommInitRankConfig(NcclComm** comm, int num_ranks, NcclUniqueId id, i
   return kNcclInProgress;
 }
 
+// Also fails where they are not alike.
+bool AllHaveWindows(State& s) {
+  for (int r = 0; r < s.size && s.windows > 0; ++r) {
+    const RankState& other = s.shared->ranks[r];
+    if (other.windows.load(std::memory_order_acquire) < s.windows) return false;
+    const std::size_t own = s.shared->ranks[s.rank].window_bytes[s.windows - 1];
+    const std::size_t theirs = other.window_bytes[s.windows - 1];
+    if (own == theirs) continue;
+    s.Fail(kNcclInvalidUsage, fmt::format("rank {} registers a window of {} bytes, rank {} of {}",
+                                          r, theirs, s.rank, own));
+    return false;
+  }
+  return true;
+}
+
 // Moves on what does not wait for a stream.
 NcclResult CommGetAsyncError(NcclComm* comm, NcclResult* error) {
   State& s = *comm->state;
@@ -292,7 +326,7 @@ NcclResult CommGetAsyncError(NcclComm* comm, NcclResult* error) {
     for (int r = 0; r < s.size; ++r) {
       if (s.shared->ranks[r].ended) s.Fail(kNcclRemoteError, fmt::format("rank {} has aborted", r));
     }
-    if (s.shared->num_joined == s.size) s.result = kNcclSuccess;
+    if (s.shared->num_joined == s.size && AllHaveWindows(s)) s.result = kNcclSuccess;
     // Everybody has it: the memory goes with the last of them.
     if (s.result == kNcclSuccess && getpid() == s.id.pid && !s.shared->closed.exchange(true)) {
       close(s.id.descriptor);
@@ -300,6 +334,56 @@ NcclResult CommGetAsyncError(NcclComm* comm, NcclResult* error) {
   }
   *error = s.result;
   return kNcclSuccess;
+}
+
+// What ncclMemAlloc() has given, which alone can be symmetric.
+struct SymmetricMemory {
+  Mutex mutex;
+  std::set<const void*> all ABSL_GUARDED_BY(mutex);
+};
+SymmetricMemory& TheSymmetricMemory() {
+  static auto* const memory = new SymmetricMemory;
+  return *memory;
+}
+
+NcclResult MemAlloc(void** data, std::size_t bytes) {
+  if (cudaMalloc(data, bytes) != cudaSuccess) return kNcclUnhandledCudaError;
+  MutexLock lock(TheSymmetricMemory().mutex);
+  TheSymmetricMemory().all.insert(*data);
+  return kNcclSuccess;
+}
+
+NcclResult MemFree(void* data) {
+  MutexLock lock(TheSymmetricMemory().mutex);
+  if (TheSymmetricMemory().all.erase(data) == 0) return kNcclInvalidArgument;
+  return cudaFree(data) == cudaSuccess ? kNcclSuccess : kNcclUnhandledCudaError;
+}
+
+NcclResult CommWindowRegister(NcclComm* comm, void* data, std::size_t bytes, NcclWindow** window,
+                              int flags) {
+  State& s = *comm->state;
+  {
+    MutexLock lock(TheSymmetricMemory().mutex);
+    if (!TheSymmetricMemory().all.contains(data) || flags != kernels::cuda::kNcclWindowSymmetric) {
+      return Invalid(comm, "a window of memory that is not ncclMemAlloc()'s");
+    }
+  }
+  if (s.windows == kMaxWindows || !IsDeviceMemory(data, bytes)) {
+    return Invalid(comm, fmt::format("window {} of {} bytes", s.windows, bytes));
+  }
+  RankState& own = s.shared->ranks[s.rank];
+  own.window_bytes[s.windows] = bytes;
+  own.windows.store(++s.windows, std::memory_order_release);
+  s.registered[static_cast<const std::byte*>(data)] = bytes;
+  *window = reinterpret_cast<NcclWindow*>(data);
+  s.result = kNcclInProgress;
+  return kNcclInProgress;
+}
+
+NcclResult CommWindowDeregister(NcclComm* comm, NcclWindow* window) {
+  return comm->state->registered.erase(reinterpret_cast<const std::byte*>(window)) == 1
+             ? kNcclSuccess
+             : Invalid(comm, "no such window");
 }
 
 NcclResult CommAbort(NcclComm* comm) {
@@ -373,7 +457,7 @@ NcclResult GroupStart() {
 
 NcclResult AddPart(Part* parts, int peer, void* data, std::size_t bytes, NcclComm* comm,
                    cudaStream_t stream) {
-  if (peer < 0 || peer >= comm->state->size || (bytes > 0 && !IsDeviceMemory(data, bytes)) ||
+  if (peer < 0 || peer >= comm->state->size || !IsUsable(*comm->state, data, bytes) ||
       bytes > kSlotBytes / kMaxRanks) {
     return Invalid(comm, fmt::format("{} bytes with rank {}", bytes, peer));
   }
@@ -419,7 +503,11 @@ NcclApi EmulatedNccl() {
           .reduce_scatter = ReduceScatter,
           .send = Send,
           .receive = Receive,
-          .all_to_all = AllToAll};
+          .all_to_all = AllToAll,
+          .window_register = CommWindowRegister,
+          .window_deregister = CommWindowDeregister,
+          .mem_alloc = MemAlloc,
+          .mem_free = MemFree};
 }
 
 }  // namespace weft::cuda_emu
