@@ -12,6 +12,7 @@
 #include "kernels/device/mirror.h"
 #include "kernels/device/vector.h"
 #include "kernels/elementwise.h"
+#include "kernels/kv_copy.h"
 #include "kernels/linear.h"
 
 namespace weft::kernels {
@@ -73,6 +74,50 @@ TEST_F(DeviceTest, WhatTheHostForgetsToSendIsSeen) {
   ASSERT_TRUE(out->Fetch(2, *device_).ok());
   ASSERT_TRUE(device_->Synchronize().ok());
   EXPECT_TRUE(std::isnan(out->host()[0]));
+}
+
+// KV moves while steps run: what copies it neither waits for them nor lets them wait.
+TEST_F(DeviceTest, KvIsCopiedOnAStreamOfItsOwn) {
+  auto rows = Mirror<float>::Create(2, *device_);
+  auto index = Mirror<std::int32_t>::Create(1, *device_);
+  auto out = Mirror<float>::Create(2, *device_);
+  ASSERT_TRUE(rows.ok() && index.ok() && out.ok());
+  ASSERT_TRUE(rows->Send(std::vector<float>{1.0F, 2.0F}, *device_).ok());
+  ASSERT_TRUE(index->Send(std::vector<std::int32_t>{0}, *device_).ok());
+  ASSERT_TRUE(GatherRows({.in = rows->data(),
+                          .index = index->data(),
+                          .out = out->data(),
+                          .num_rows = 1,
+                          .size = 2},
+                         *device_)
+                  .ok());
+
+  const auto side = device_->NewStream();
+  ASSERT_TRUE(side.ok()) << side.status();
+  auto kv = Mirror<float>::Create(2, **side);
+  auto wire = Mirror<float>::Create(2, **side);
+  auto segments = Mirror<KvSegment>::Create(1, **side);
+  ASSERT_TRUE(kv.ok() && wire.ok() && segments.ok());
+  ASSERT_TRUE(kv->Send(std::vector<float>{3.0F, 4.0F}, **side).ok());
+  ASSERT_TRUE(
+      segments
+          ->Send(std::vector<KvSegment>{{.place = 0, .wire = 0, .count = 2, .wire_stride = 1}},
+                 **side)
+          .ok());
+  ASSERT_TRUE((*side)
+                  ->KvCopy({.segments = segments->data(),
+                            .kv = reinterpret_cast<std::byte*>(kv->data()),
+                            .wire = reinterpret_cast<std::byte*>(wire->data()),
+                            .num_segments = 1,
+                            .value_bytes = 4,
+                            .direction = KvCopyDirection::kGather})
+                  .ok());
+  ASSERT_TRUE(wire->Fetch(2, **side).ok());
+  ASSERT_TRUE((*side)->Synchronize().ok());
+  EXPECT_EQ(wire->host()[1], 4.0F);
+  EXPECT_TRUE(std::isnan(out->data()[0])) << "the step has run for the copy's sake";
+  ASSERT_TRUE(device_->Synchronize().ok());
+  EXPECT_EQ(out->data()[0], 1.0F);
 }
 
 TEST_F(DeviceTest, MemoryOfTheHostIsRefusedWhereTheDevicesIsMeant) {
