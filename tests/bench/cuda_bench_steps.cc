@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -17,8 +18,8 @@
 namespace weft::bench {
 namespace {
 
-using kernels::MatrixView;
 using kernels::MatrixGroup;
+using kernels::MatrixView;
 using kernels::PackedMatrix;
 using kernels::Vector;
 
@@ -45,7 +46,8 @@ class AloneCommunicator final : public Communicator {
   const int size_;
 };
 
-// Packs matrices of the same small numbers.
+// Packs matrices of small numbers, all of one sequence of random ones: rows of a step differ, and
+// go to experts of their own.
 class Filler {
  public:
   explicit Filler(kernels::Stream& stream) : stream_(stream) {}
@@ -53,8 +55,12 @@ class Filler {
   absl::Status Matrix(std::int32_t rows, std::int32_t cols, PackedMatrix& matrix) {
     if (rows == 0) return absl::OkStatus();
     const std::size_t count = static_cast<std::size_t>(rows) * cols;
-    constexpr std::uint16_t kSmall = 0x3A83;  // 0.001
-    if (values_.size() < count) values_.resize(count, kSmall);
+    while (values_.size() < count) {
+      random_ = random_ * 6364136223846793005U + 1442695040888963407U;
+      constexpr std::uint16_t kSmall = 0x3A80;  // about 0.001; 8 bits are the sign and the fraction
+      const auto bits = static_cast<std::uint16_t>(random_ >> 56);
+      values_.push_back(static_cast<std::uint16_t>(kSmall | (bits & 0x80) << 8 | (bits & 0x7F)));
+    }
     const MatrixView view = {.data = values_.data(),
                              .dtype = DType::kBFloat16,
                              .rows = rows,
@@ -63,19 +69,20 @@ class Filler {
     ASSIGN_OR_RETURN(matrix, PackedMatrix::Pack({&view, 1}, WeightFormat::kBFloat16, stream_));
     return absl::OkStatus();
   }
-  absl::Status Ones(std::int32_t size, Vector& vector) {
-    ASSIGN_OR_RETURN(vector, Vector::Create(std::vector<float>(size, 1.0F), stream_));
-    return absl::OkStatus();
-  }
-
- private:
   absl::Status Group(std::int32_t count, std::int32_t rows, std::int32_t cols, MatrixGroup& group) {
     std::vector<PackedMatrix> matrices(count);
     for (PackedMatrix& matrix : matrices) RETURN_IF_ERROR(Matrix(rows, cols, matrix));
     ASSIGN_OR_RETURN(group, MatrixGroup::Create(std::move(matrices), stream_));
     return absl::OkStatus();
   }
+  absl::Status Ones(std::int32_t size, Vector& vector) {
+    ASSIGN_OR_RETURN(vector, Vector::Create(std::vector<float>(size, 1.0F), stream_));
+    return absl::OkStatus();
+  }
+
+ private:
   kernels::Stream& stream_;
+  std::uint64_t random_ = 1;
   std::vector<std::uint16_t> values_;
 };
 
@@ -103,6 +110,14 @@ absl::Status FillAttention(const ModelConfig& c, const ShardLayout& layout, Fill
   return fill.Matrix(c.hidden_size, heads * mla.v_head_dim, w.o);
 }
 
+absl::Status FillExperts(const ModelConfig& c, const ShardLayout& layout, Filler& fill,
+                         MoeWeights& w) {
+  const std::int32_t width = layout.Slice(c.moe->intermediate_size).size();
+  RETURN_IF_ERROR(fill.Matrix(c.moe->num_experts, c.hidden_size, w.router));
+  RETURN_IF_ERROR(fill.Group(c.moe->num_experts, 2 * width, c.hidden_size, w.gate_up));
+  return fill.Group(c.moe->num_experts, c.hidden_size, width, w.down);
+}
+
 absl::StatusOr<DecoderWeights> FillWeights(const ModelConfig& c, const ShardLayout& layout,
                                            kernels::Stream& stream) {
   Filler fill(stream);
@@ -117,8 +132,13 @@ absl::StatusOr<DecoderWeights> FillWeights(const ModelConfig& c, const ShardLayo
     RETURN_IF_ERROR(fill.Ones(c.hidden_size, layer.input_norm));
     RETURN_IF_ERROR(fill.Ones(c.hidden_size, layer.post_attention_norm));
     RETURN_IF_ERROR(FillAttention(c, layout, fill, layer));
-    RETURN_IF_ERROR(fill.Matrix(2 * intermediate, c.hidden_size, layer.gate_up));
-    RETURN_IF_ERROR(fill.Matrix(c.hidden_size, intermediate, layer.down));
+    std::int32_t width = intermediate;
+    if (c.HasExperts(static_cast<std::int32_t>(&layer - weights.layers.data()))) {
+      RETURN_IF_ERROR(FillExperts(c, layout, fill, layer.moe));
+      width = layout.Slice(c.moe->shared_intermediate_size).size();
+    }
+    RETURN_IF_ERROR(fill.Matrix(2 * width, c.hidden_size, layer.gate_up));
+    RETURN_IF_ERROR(fill.Matrix(c.hidden_size, width, layer.down));
   }
   return weights;
 }
@@ -137,7 +157,7 @@ struct Load {
 };
 
 // The first step of the result brings the tables; all decode the token behind `len`.
-StepPlan PlanOf(const Load& load, std::int32_t blocks_of_each) {
+StepPlan PlanOf(const Load& load, std::int32_t blocks_of_each, std::int32_t vocab_size) {
   StepPlan plan;
   plan.step = 1;
   for (std::int32_t s = 0; s < load.num_seqs; ++s) {
@@ -147,9 +167,23 @@ StepPlan PlanOf(const Load& load, std::int32_t blocks_of_each) {
     }
     plan.sequences.push_back(
         {.slot = s, .num_rows = 1, .first_position = load.len, .num_sampled = 1});
-    plan.token_ids.push_back(1);
+    plan.token_ids.push_back(s % vocab_size);
   }
   return plan;
+}
+
+// Of experts that none of `num_rows` rows goes to, if they choose at random.
+double IdleExpertBytes(const ModelConfig& config, const DecoderWeights& weights,
+                       std::int32_t num_rows) {
+  if (!config.moe.has_value()) return 0;
+  double bytes = 0;
+  for (const DecoderLayerWeights& layer : weights.layers) {
+    for (const MatrixGroup* group : {&layer.moe.gate_up, &layer.moe.down}) {
+      for (const PackedMatrix& matrix : *group) bytes += static_cast<double>(matrix.size_bytes());
+    }
+  }
+  const double chosen = 1.0 * config.moe->experts_per_token / config.moe->num_experts;
+  return bytes * std::pow(1 - chosen, num_rows);
 }
 
 absl::Status MeasureLoad(CudaBench& bench, const Model& model, const ShardLayout& layout,
@@ -182,7 +216,7 @@ absl::Status MeasureLoad(CudaBench& bench, const Model& model, const ShardLayout
                                        .exchange = DcpExchange::kA2a},
                                       *device));
   RETURN_IF_ERROR(runner->CaptureGraphs());
-  StepPlan plan = PlanOf(load, blocks_of_each);
+  StepPlan plan = PlanOf(load, blocks_of_each, config.vocab_size);
   std::vector<double> seconds;
   for (int i = 0; i < (bench.dry_run() ? 2 : 40); ++i) {
     const auto start = std::chrono::steady_clock::now();
@@ -198,7 +232,10 @@ absl::Status MeasureLoad(CudaBench& bench, const Model& model, const ShardLayout
                     load.num_seqs;
   const double embedding = static_cast<double>(weights.embedding.size_bytes());
   bench.Report("steps", fmt::format("{}, b{} x {}", model.name, load.num_seqs, load.len),
-               seconds[seconds.size() / 2], weights.SizeBytes() - embedding + kv, 0, load.share);
+               seconds[seconds.size() / 2],
+               static_cast<double>(weights.SizeBytes()) - embedding -
+                   IdleExpertBytes(config, weights, load.num_seqs) + kv,
+               0, load.share);
   return absl::OkStatus();
 }
 
@@ -256,12 +293,34 @@ ModelConfig MlaConfigOf(const CudaBench& bench) {
   return config;
 }
 
+// A third of the layers of DeepSeek-V2-Lite: the first, which is dense, and eight with experts.
+ModelConfig MoeConfigOf(const CudaBench& bench) {
+  ModelConfig config = MlaConfigOf(bench);
+  config.num_layers = bench.Size(9, 2);
+  config.hidden_size = bench.Size(2048, 64);
+  config.intermediate_size = bench.Size(10944, 64);
+  config.num_q_heads = bench.Size(16, 8);
+  config.mla->q_lora_rank = 0;
+  config.vocab_size = bench.Size(102400, 64);
+  MoeConfig moe = {.num_experts = bench.Size(64, 4),
+                   .experts_per_token = bench.Size(6, 2),
+                   .intermediate_size = bench.Size(1408, 16),
+                   .shared_intermediate_size = bench.Size(2816, 32)};
+  moe.layers.assign(config.num_layers, true);
+  moe.layers[0] = false;
+  config.moe = std::move(moe);
+  return config;
+}
+
 }  // namespace
 
 absl::Status MeasureSteps(CudaBench& bench) {
   const std::int32_t len = bench.Size(2048, 20);
   RETURN_IF_ERROR(MeasureModel(
       bench, {"8B GQA bf16", GqaConfig(bench)},
+      {{1, len, 0.75}, {bench.Size(32, 2), len, 0.8}, {bench.Size(128, 3), len, 0.8}}));
+  RETURN_IF_ERROR(MeasureModel(
+      bench, {"DeepSeek-V2-Lite bf16, 9 of 27 layers", MoeConfigOf(bench)},
       {{1, len, 0.75}, {bench.Size(32, 2), len, 0.8}, {bench.Size(128, 3), len, 0.8}}));
   // The same attention of a rank of eight: all of each sequence's latents, or an eighth of them.
   const std::vector<Load> long_contexts = {{bench.Size(64, 2), bench.Size(8192, 40), 0.6}};
