@@ -27,6 +27,10 @@ namespace weft {
 namespace {
 
 constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
+// Random prompts are all made before the first is sent: a GiB of token ids.
+constexpr std::int64_t kMaxRandomTokens = std::int64_t{1} << 28;
+constexpr std::int32_t kMaxPrompts = 10'000'000;
+constexpr std::int32_t kDefaultPrompts = 100;
 // Groups tell routers how they are every 500 ms: what a run did is known after that.
 constexpr absl::Duration kStateInterval = absl::Milliseconds(700);
 
@@ -61,7 +65,7 @@ void BenchFlags::AddTo(OptionParser& parser) {
                    "grow turn by turn");
   parser.Add("--num-prompts", &num_prompts,
              "Requests to send; 100, or those of --prompts-file, which are sent again if need be",
-             Range(1, kMaxInt32));
+             Range(1, kMaxPrompts));
   parser.Add("--random-input-len", &random_input_len, "Tokens of a random prompt",
              Range(1, kMaxInt32));
   parser.Add("--random-output-len", &random_output_len, "Tokens to generate for one",
@@ -100,6 +104,13 @@ void BenchFlags::AddTo(OptionParser& parser) {
 }
 
 absl::Status BenchFlags::Check() const {
+  const std::int64_t random_tokens =
+      std::int64_t{num_prompts.value_or(kDefaultPrompts)} * random_input_len;
+  if (dataset == "random" && !prompts_file && random_tokens > kMaxRandomTokens) {
+    return absl::InvalidArgumentError(
+        fmt::format("--num-prompts times --random-input-len are {} tokens; at most {} are allowed",
+                    random_tokens, kMaxRandomTokens));
+  }
   if (dataset != "agentic" || (!request_rate && !prompts_file)) return absl::OkStatus();
   return absl::InvalidArgumentError(
       fmt::format("{} does not go with --dataset=agentic, whose turns wait for each other",
@@ -165,7 +176,7 @@ void WarmUp(v1::Inference::Stub& stub, const BenchFlags& flags, v1::GenerateRequ
 BenchResult RunRequests(v1::Inference::Stub& stub, const BenchFlags& flags,
                         const std::string& model, std::vector<v1::GenerateRequest> requests) {
   if (requests.empty()) {
-    requests = MakeRandomPrompts({.num_prompts = flags.num_prompts.value_or(100),
+    requests = MakeRandomPrompts({.num_prompts = flags.num_prompts.value_or(kDefaultPrompts),
                                   .input_len = flags.random_input_len,
                                   .output_len = flags.random_output_len,
                                   .range_ratio = flags.random_range_ratio,

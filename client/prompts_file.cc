@@ -21,6 +21,9 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+// It is read whole.
+constexpr std::uintmax_t kMaxFileBytes = std::uintmax_t{1} << 30;
+
 absl::Status ReadField(const std::string& key, const Json& value, v1::GenerateRequest& request) {
   if (key == "prompt") {
     if (!value.is_string()) return WrongJsonType(key, "a string", value);
@@ -93,6 +96,13 @@ absl::StatusOr<std::vector<v1::GenerateRequest>> ReadPromptsFile(
   if (std::filesystem::is_directory(file_name, ignored)) {
     return absl::InvalidArgumentError(
         fmt::format("{}: is a directory; a file with a JSON object per line is wanted", file_name));
+  }
+  // A pipe or device has no size.
+  std::error_code no_size;
+  const std::uintmax_t num_bytes = std::filesystem::file_size(file_name, no_size);
+  if (!no_size && num_bytes > kMaxFileBytes) {
+    return absl::InvalidArgumentError(fmt::format("{}: has {} bytes; at most {} are allowed",
+                                                  file_name, num_bytes, kMaxFileBytes));
   }
   std::ifstream file(file_name, std::ios::binary);
   if (!file) {

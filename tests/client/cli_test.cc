@@ -151,6 +151,8 @@ class CliTest : public ::testing::Test {
 };
 
 TEST_F(CliTest, BadCommandLinesAreOneLineAndAConfigurationError) {
+  const std::string large = WriteFile("large.jsonl", "");
+  std::filesystem::resize_file(large, (std::uintmax_t{1} << 30) + 1);  // a hole
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
       {{"fly"}, "there is no command \"fly\""},
       {{"serve"}, "no model"},
@@ -177,7 +179,9 @@ TEST_F(CliTest, BadCommandLinesAreOneLineAndAConfigurationError) {
       {{"bench", "m", "--dataset=agentic", "--request-rate=1"}, "--request-rate does not go with"},
       {{"bench", "m", "--agentic-turns=0"}, "--agentic-turns"},
       {{"bench", "m", "--random-range-ratio=1.5"}, "--random-range-ratio"},
+      {{"bench", "m", "--random-input-len=2684355"}, "times --random-input-len are 268435500 "},
       {{"bench", "m", "--prompts-file=/nowhere.jsonl"}, "/nowhere.jsonl: cannot be read"},
+      {{"bench", "m", "--prompts-file=" + large}, "large.jsonl: has 1073741825 bytes; at most"},
   };
   for (const auto& [arguments, message] : cases) {
     const auto program = Start(arguments);
