@@ -57,4 +57,7 @@ int Run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return weft::FinishOutput(Run(argc, argv)); }
+int main(int argc, char** argv) {
+  weft::HoldStandardFiles();
+  return weft::FinishOutput(Run(argc, argv));
+}

@@ -320,4 +320,7 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace weft
 
-int main(int argc, char** argv) { return weft::Main(argc, argv); }
+int main(int argc, char** argv) {
+  weft::HoldStandardFiles();
+  return weft::Main(argc, argv);
+}

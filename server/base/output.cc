@@ -1,5 +1,8 @@
 #include "server/base/output.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
@@ -16,6 +19,14 @@ void Remember() {
 }
 
 }  // namespace
+
+void HoldStandardFiles() {
+  int fd = 0;
+  do {
+    fd = open("/dev/null", O_RDONLY);  // the lowest number that is free
+  } while (fd >= 0 && fd <= STDERR_FILENO);
+  if (fd >= 0) close(fd);
+}
 
 void PrintOut(std::string_view text) {
   errno = 0;

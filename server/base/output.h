@@ -9,6 +9,10 @@ namespace weft {
 
 // Standard output and standard error of a program that may lose either: a full disk, a closed pipe.
 
+// The first thing that main() does. A standard file that is closed becomes one that cannot be
+// written and is empty, so that nothing opened later takes its number: log lines would go there.
+void HoldStandardFiles();
+
 // Writes to standard output and flushes it. What cannot be written is remembered for OutputFailed()
 // and FinishOutput().
 void PrintOut(std::string_view text);
