@@ -278,8 +278,9 @@ TEST_F(SupervisorTest, AStoppedMemberStillEndsInOrder) {
 }
 
 TEST_F(SupervisorTest, AMemberThatDiesWhileDrainingLeavesTheOthersTheirTime) {
+  options_.stall_timeout = absl::Hours(1);
   Supervisor supervisor(options_);
-  supervisor.AddGroup({.name = "g", .members = {Child("drain", "300"), Child("run")}});
+  supervisor.AddGroup({.name = "g", .members = {Child("drain", "1500"), Child("run")}});
   ASSERT_TRUE(RunUntilReady(supervisor, 0));
   const pid_t slow = supervisor.Pids(0)[0];
   supervisor.RequestStop();
