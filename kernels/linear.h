@@ -74,8 +74,8 @@ class MatrixGroup {
 // y = x W^T (+ bias) (+ residual), fp32 accumulation, of integers within their group before its
 // scale. The value of an output does not depend on num_rows, on the other rows, nor on the number
 // of threads: each is one fixed order of additions (batching must not change a token, law 2).
-// On a CPU with dot products (device/cpu_target.h) x is rounded to bfloat16 where the weights are,
-// and to 16-bit integers in groups of 32 with a scale where those are integers; else it stays fp32.
+// Where RoundsInputs() x is rounded to bfloat16 if the weights are, and to 16-bit integers in
+// groups of 32 with a scale if those are integers; else it stays fp32.
 struct LinearParams {
   const float* x;  // [num_rows, in_features], x_stride floats from row to row
   const PackedMatrix* weight;
@@ -89,6 +89,10 @@ struct LinearParams {
 };
 
 absl::Status Linear(const LinearParams& params, Stream& stream);
+
+// Whether this CPU has dot products (device/cpu_target.h) for weights of `format`. Ranks of a group
+// must agree: what all of them have, such as experts' scores, each computes for itself.
+bool RoundsInputs(WeightFormat format);
 
 // Several independent products at once, their weights of one shape and format: the experts of a
 // layer, each with its own rows, or the heads of one, each with its own columns. Each is what

@@ -50,8 +50,12 @@ if [ "$sanitizers" = 1 ]; then
     cmake --preset "$preset" >/dev/null
     # Only what is labelled is built: the rest would take as long as the tests.
     cmake --build "build/$preset" -j "$jobs" --target "${preset}_tests"
-    run_tests "$preset" -L "$preset" -j "$jobs"
+    run_tests "$preset" -L "^$preset\$" -j "$jobs"
   done
+  if [ "$all" = 1 ]; then
+    cmake --build build/tsan -j "$jobs" --target tsan_long_tests
+    run_tests tsan -L tsan_long -j "$jobs"
+  fi
   scripts/fuzz.sh 60
 fi
 

@@ -260,6 +260,8 @@ struct LinearCut {
 
 }  // namespace
 
+bool RoundsInputs(WeightFormat format) { return IsForDots(format) && HasDotProducts(); }
+
 absl::Status Linear(const LinearParams& params, Stream& stream) {
   if (DeviceStream* const device = OnDevice(stream)) return device->Linear(params);
   return GroupedLinear(absl::MakeConstSpan(&params, 1), stream);
@@ -269,7 +271,7 @@ absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stre
   if (products.empty()) return absl::OkStatus();
   ThreadPool& pool = PoolOf(stream);
   const PackedMatrix& weight = *products[0].weight;
-  const bool dots = IsForDots(weight.format()) && HasDotProducts();
+  const bool dots = RoundsInputs(weight.format());
   const std::int64_t max_rows = dots ? kDotRows : MaxRowBlock(weight.in_features());
   // As many tasks a product as the one with the most rows has; the others return from some at once.
   std::int64_t tasks = 0;

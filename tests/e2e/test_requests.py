@@ -140,20 +140,37 @@ def test_what_cannot_be_is_refused_at_start_in_one_line(flags, mention):
     assert said, stderr
 
 
-def test_a_rank_that_does_not_fit_its_group_is_told_why():
+def refuse_each_other(flags, environment):
+    """Two ranks; the second has the flags and the environment. Returns what both say."""
     address = f"unix-abstract:weft-test-join-{os.getpid()}"
-    flags = ["--model", golden_dir(MODEL), "-tp", "2", "-dcp", "2", "--local-ranks=2", "--metrics-port=0"]
-    ranks = [subprocess.Popen([BIN / "weft-worker", *map(str, flags), *own], env=ENV, stderr=subprocess.PIPE, text=True)
-             for own in (["--rank=0", "--listen", address],
-                         ["--rank=1", "--leader-address", address, "--kv-cache-dtype=float16"])]
+    shared = ["--model", golden_dir(MODEL), "-tp", "2", "-dcp", "2", "--local-ranks=2", "--metrics-port=0",
+              "--dtype=bfloat16"]
+    ranks = [subprocess.Popen([BIN / "weft-worker", *map(str, shared), *own], env=ENV | env, stderr=subprocess.PIPE,
+                              text=True)
+             for own, env in ((["--rank=0", "--listen", address], {}),
+                              (["--rank=1", "--leader-address", address, *flags], environment))]
     try:
+        said = []
         for rank in ranks:
-            err = rank.communicate(timeout=60)[1]
-            assert rank.returncode == 78, err
-            assert "all ranks need the same model, layout and flags" in err
+            said.append(rank.communicate(timeout=60)[1])
+            assert rank.returncode == 78, said[-1]
+            assert "all ranks need the same model, layout and flags" in said[-1]
+        return said
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def test_a_rank_that_does_not_fit_its_group_is_told_why():
+    for err in refuse_each_other(["--kv-cache-dtype=float32"], {}):
+        assert "kv_cache_dtype" in err
+
+
+def test_ranks_on_cpus_that_round_differently_do_not_meet():
+    if "avx512_bf16" not in pathlib.Path("/proc/cpuinfo").read_text():
+        return  # this CPU rounds nothing
+    for err in refuse_each_other([], {"WEFT_CPU_TARGET": "avx2"}):
+        assert "inputs of products rounded yes" in err and "inputs of products rounded no" in err
 
 
 def test_a_rank_does_not_wait_forever_for_a_leader():

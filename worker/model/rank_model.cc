@@ -233,12 +233,13 @@ std::string RankModel::Agreement(const RankModelOptions& options) const {
       "decode_context_parallel_size {}, block_size {}, cp_kv_cache_interleave_size {}, dtype {}, "
       "weights {}, "
       "kv_cache_dtype {}, dcp_comm_backend {}, dcp_replicate_query {}, enable_expert_parallel {}, "
-      "max_num_seqs {}, max_num_batched_tokens {}",
+      "max_num_seqs {}, max_num_batched_tokens {}, inputs of products rounded {}",
       kPlanVersion, config.architecture, fingerprint, layout.tensor_parallel_size(),
       layout.decode_context_parallel_size(), layout.block_size(), layout.interleave(),
       DTypeName(dtype), FormatName(weight_format), DTypeName(kv_shape.dtype),
       DcpExchangeName(options.exchange), options.layout.replicate_query ? "yes" : "no",
-      options.expert_parallel ? "yes" : "no", options.max_num_seqs, options.max_num_batched_tokens);
+      options.expert_parallel ? "yes" : "no", options.max_num_seqs, options.max_num_batched_tokens,
+      options.device == Device::kCpu && kernels::RoundsInputs(weight_format) ? "yes" : "no");
 }
 
 std::string RankModel::Summary(std::int32_t group_blocks, std::int64_t max_model_len) const {
