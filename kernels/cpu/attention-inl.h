@@ -82,21 +82,21 @@ void AppendHead(const KvAppendParams& p, std::int64_t row, std::int32_t head) {
       static_cast<std::byte*>(p.v_blocks) + (start + VIndex(token, 0, p.head_dim)) * kBytes);
 }
 
-void AppendRows(const KvAppendParams& p, std::int64_t begin, std::int64_t end) {
+template <DType kDType>
+void AppendRowsOf(const KvAppendParams& p, std::int64_t begin, std::int64_t end) {
   for (std::int64_t row = begin; row < end; ++row) {
-    for (std::int32_t head = 0; head < p.num_kv_heads; ++head) {
-      switch (p.kv_dtype) {
-        case DType::kFloat32:
-          AppendHead<DType::kFloat32>(p, row, head);
-          break;
-        case DType::kBFloat16:
-          AppendHead<DType::kBFloat16>(p, row, head);
-          break;
-        case DType::kFloat16:
-          AppendHead<DType::kFloat16>(p, row, head);
-          break;
-      }
-    }
+    for (std::int32_t head = 0; head < p.num_kv_heads; ++head) AppendHead<kDType>(p, row, head);
+  }
+}
+
+void AppendRows(const KvAppendParams& p, std::int64_t begin, std::int64_t end) {
+  switch (p.kv_dtype) {
+    case DType::kFloat32:
+      return AppendRowsOf<DType::kFloat32>(p, begin, end);
+    case DType::kBFloat16:
+      return AppendRowsOf<DType::kBFloat16>(p, begin, end);
+    case DType::kFloat16:
+      return AppendRowsOf<DType::kFloat16>(p, begin, end);
   }
 }
 

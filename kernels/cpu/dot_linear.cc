@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "kernels/cpu/panel.h"
+#include "server/base/ceil_div.h"
 
 // Of each function, not of the file: what the linker may share with others is for any CPU.
 #define AVX512_DOT __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")))
@@ -31,7 +32,7 @@ constexpr std::int64_t kStreamedRows = kTileRows;
 constexpr std::int64_t kRounded = 96 * 1024;
 
 // Tiles of a piece: as even as can be, since one with few rows would wait for its own additions.
-std::int64_t NumTiles(std::int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows; }
+std::int64_t NumTiles(std::int64_t num_rows) { return CeilDiv(num_rows, kTileRows); }
 std::int64_t TileRow(std::int64_t num_rows, std::int64_t tile) {
   return num_rows * tile / NumTiles(num_rows);
 }
@@ -40,7 +41,7 @@ __mmask16 FirstLanes(std::int64_t count) {
   return static_cast<__mmask16>((1U << static_cast<unsigned>(count)) - 1U);
 }
 
-// Where a tile's sums are; not yet there: they start at 0.
+// Where a tile's sums are. `from_zero`: what is there does not count, they start at 0.
 struct TileSums {
   float* values;  // [panels][rows][16]
   std::int64_t panel_stride;
@@ -320,7 +321,7 @@ AVX512_DOT void RunPiece(const LinearParams& p, const LinearPiece& piece, std::u
     const std::byte* data = p.weight->data() + panel * panel_bytes;
     for (std::int64_t begin = 0; begin < in_features; begin += depth) {
       const std::int64_t end = std::min(in_features, begin + depth);
-      const std::int64_t num_steps = (end - begin + Dots::kStepInputs - 1) / Dots::kStepInputs;
+      const std::int64_t num_steps = CeilDiv(end - begin, Dots::kStepInputs);
       x.Round<Dots>(p, launch, piece.first_row, num_rows, begin, end - begin, num_steps);
       const std::int64_t from = begin / Dots::kStepInputs * Dots::kStepBytes;
       Panels panels = {
