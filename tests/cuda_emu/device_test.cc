@@ -32,65 +32,63 @@ class DeviceTest : public ::testing::Test {
   std::unique_ptr<DeviceStream> device_;
 };
 
+// A step of one kernel: rows of 2 floats that an index names.
+struct Gather {
+  Gather(int num_rows, DeviceStream& device)
+      : rows(*Mirror<float>::Create(2 * num_rows, device)),
+        index(*Mirror<std::int32_t>::Create(num_rows, device)),
+        out(*Mirror<float>::Create(2 * num_rows, device)) {}
+
+  void Launch(int num_rows, DeviceStream& device) {
+    ASSERT_TRUE(GatherRows({.in = rows.data(),
+                            .index = index.data(),
+                            .out = out.data(),
+                            .num_rows = num_rows,
+                            .size = 2},
+                           device)
+                    .ok());
+  }
+
+  Mirror<float> rows;
+  Mirror<std::int32_t> index;
+  Mirror<float> out;
+};
+
 TEST_F(DeviceTest, AMirrorIsOneMemoryOnTheCpuAndCopiedOnADevice) {
   auto on_cpu = Mirror<std::int32_t>::Create(3, cpu_);
   ASSERT_TRUE(on_cpu.ok());
   EXPECT_EQ(on_cpu->host(), on_cpu->data());
 
-  auto rows = Mirror<float>::Create(4, *device_);
-  auto index = Mirror<std::int32_t>::Create(2, *device_);
-  auto out = Mirror<float>::Create(4, *device_);
-  ASSERT_TRUE(rows.ok() && index.ok() && out.ok());
-  EXPECT_NE(rows->host(), rows->data());
-  ASSERT_TRUE(rows->Send(std::vector<float>{1.0F, 2.0F, 3.0F, 4.0F}, *device_).ok());
-  ASSERT_TRUE(index->Send(std::vector<std::int32_t>{1, 0}, *device_).ok());
-  ASSERT_TRUE(GatherRows({.in = rows->data(),
-                          .index = index->data(),
-                          .out = out->data(),
-                          .num_rows = 2,
-                          .size = 2},
-                         *device_)
-                  .ok());
-  ASSERT_TRUE(out->Fetch(4, *device_).ok());
+  Gather gather(2, *device_);
+  auto& [rows, index, out] = gather;
+  EXPECT_NE(rows.host(), rows.data());
+  ASSERT_TRUE(rows.Send(std::vector<float>{1.0F, 2.0F, 3.0F, 4.0F}, *device_).ok());
+  ASSERT_TRUE(index.Send(std::vector<std::int32_t>{1, 0}, *device_).ok());
+  gather.Launch(2, *device_);
+  ASSERT_TRUE(out.Fetch(4, *device_).ok());
   ASSERT_TRUE(device_->Synchronize().ok());
-  EXPECT_EQ(std::vector<float>(out->host(), out->host() + 4),
+  EXPECT_EQ(std::vector<float>(out.host(), out.host() + 4),
             std::vector<float>({3.0F, 4.0F, 1.0F, 2.0F}));
 }
 
 TEST_F(DeviceTest, WhatTheHostForgetsToSendIsSeen) {
-  auto rows = Mirror<float>::Create(2, *device_);
-  auto index = Mirror<std::int32_t>::Create(1, *device_);
-  auto out = Mirror<float>::Create(2, *device_);
-  ASSERT_TRUE(rows.ok() && index.ok() && out.ok());
-  rows->host()[0] = rows->host()[1] = 1.0F;
-  ASSERT_TRUE(index->Send(std::vector<std::int32_t>{0}, *device_).ok());
-  ASSERT_TRUE(GatherRows({.in = rows->data(),
-                          .index = index->data(),
-                          .out = out->data(),
-                          .num_rows = 1,
-                          .size = 2},
-                         *device_)
-                  .ok());
-  ASSERT_TRUE(out->Fetch(2, *device_).ok());
+  Gather gather(1, *device_);
+  auto& [rows, index, out] = gather;
+  rows.host()[0] = rows.host()[1] = 1.0F;
+  ASSERT_TRUE(index.Send(std::vector<std::int32_t>{0}, *device_).ok());
+  gather.Launch(1, *device_);
+  ASSERT_TRUE(out.Fetch(2, *device_).ok());
   ASSERT_TRUE(device_->Synchronize().ok());
-  EXPECT_TRUE(std::isnan(out->host()[0]));
+  EXPECT_TRUE(std::isnan(out.host()[0]));
 }
 
 // KV moves while steps run: what copies it neither waits for them nor lets them wait.
 TEST_F(DeviceTest, KvIsCopiedOnAStreamOfItsOwn) {
-  auto rows = Mirror<float>::Create(2, *device_);
-  auto index = Mirror<std::int32_t>::Create(1, *device_);
-  auto out = Mirror<float>::Create(2, *device_);
-  ASSERT_TRUE(rows.ok() && index.ok() && out.ok());
-  ASSERT_TRUE(rows->Send(std::vector<float>{1.0F, 2.0F}, *device_).ok());
-  ASSERT_TRUE(index->Send(std::vector<std::int32_t>{0}, *device_).ok());
-  ASSERT_TRUE(GatherRows({.in = rows->data(),
-                          .index = index->data(),
-                          .out = out->data(),
-                          .num_rows = 1,
-                          .size = 2},
-                         *device_)
-                  .ok());
+  Gather gather(1, *device_);
+  auto& [rows, index, out] = gather;
+  ASSERT_TRUE(rows.Send(std::vector<float>{1.0F, 2.0F}, *device_).ok());
+  ASSERT_TRUE(index.Send(std::vector<std::int32_t>{0}, *device_).ok());
+  gather.Launch(1, *device_);
 
   const auto side = device_->NewStream();
   ASSERT_TRUE(side.ok()) << side.status();
@@ -115,9 +113,9 @@ TEST_F(DeviceTest, KvIsCopiedOnAStreamOfItsOwn) {
   ASSERT_TRUE(wire->Fetch(2, **side).ok());
   ASSERT_TRUE((*side)->Synchronize().ok());
   EXPECT_EQ(wire->host()[1], 4.0F);
-  EXPECT_TRUE(std::isnan(out->data()[0])) << "the step has run for the copy's sake";
+  EXPECT_TRUE(std::isnan(out.data()[0])) << "the step has run for the copy's sake";
   ASSERT_TRUE(device_->Synchronize().ok());
-  EXPECT_EQ(out->data()[0], 1.0F);
+  EXPECT_EQ(out.data()[0], 1.0F);
 }
 
 TEST_F(DeviceTest, MemoryOfTheHostIsRefusedWhereTheDevicesIsMeant) {
