@@ -103,6 +103,9 @@ inline constexpr GaugeSpec kRankKvTokens = {
 // --- Every rank.
 
 inline constexpr GaugeSpec kRankStepId = {"weft_rank_step_id", "The last step a rank has run"};
+inline constexpr CounterSpec kRankStepSeconds = {
+    "weft_rank_step_seconds_total",
+    "Time a rank has spent in steps; what is left of the clock's is between them"};
 inline constexpr GaugeSpec kRankLastProgress = {
     "weft_rank_last_progress_timestamp_seconds",
     "When a rank last began, ended or got on with a step; Unix time, to half a second"};

@@ -35,16 +35,23 @@ struct GroupAgreement {
 class Progress {
  public:
   void BeginStep() {
-    Touch();
+    began_ = absl::Now();
+    Touch(began_);
     busy_.store(true, std::memory_order_relaxed);
   }
   void EndStep() {
-    Touch();
+    const absl::Time now = absl::Now();
+    Touch(now);
+    step_ns_.fetch_add(absl::ToInt64Nanoseconds(now - began_), std::memory_order_relaxed);
     steps_.fetch_add(1, std::memory_order_relaxed);
     busy_.store(false, std::memory_order_relaxed);
   }
   std::atomic<std::uint64_t>& ticks() { return ticks_; }
   std::uint64_t steps() const { return steps_.load(std::memory_order_relaxed); }
+  // Spent in steps that have ended.
+  absl::Duration step_time() const {
+    return absl::Nanoseconds(step_ns_.load(std::memory_order_relaxed));
+  }
 
   // For the supervisor's health check: true when idle, or when something has happened since the
   // last call; `signs` counts whatever else is a sign of life. One caller.
@@ -60,9 +67,13 @@ class Progress {
   absl::Status CheckLiveness(absl::Duration timeout) const;
 
  private:
-  void Touch() { last_progress_ns_.store(absl::GetCurrentTimeNanos(), std::memory_order_relaxed); }
+  void Touch(absl::Time now) {
+    last_progress_ns_.store(absl::ToUnixNanos(now), std::memory_order_relaxed);
+  }
 
+  absl::Time began_;  // the executor's
   std::atomic<bool> busy_{false};
+  std::atomic<std::int64_t> step_ns_{0};
   std::atomic<std::uint64_t> steps_{0};
   std::atomic<std::uint64_t> ticks_{0};  // collectives and layers
   std::atomic<std::int64_t> last_progress_ns_{absl::GetCurrentTimeNanos()};

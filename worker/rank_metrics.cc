@@ -44,6 +44,7 @@ std::unique_ptr<MetricRegistry::Reader> ReadRank(MetricRegistry& registry, const
     };
     const RankCounters counters = rank.counters();
     set(metrics::kRankStepId, progress.steps());
+    set(metrics::kRankStepSeconds, absl::ToDoubleSeconds(progress.step_time()));
     set(metrics::kRankLastProgress,
         absl::ToDoubleSeconds(progress.last_progress() - absl::UnixEpoch()));
     set(metrics::kRankCollectiveWait, absl::ToDoubleSeconds(counters.collective_wait));

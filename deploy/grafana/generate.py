@@ -93,8 +93,10 @@ GROUP_BOARD = ("weft-group", "Weft / group", "What a group's ranks do: steps, co
     "Ranks": [
         ("Time since progress", "s", "Of a rank; it grows also while there is nothing to do. One rank above the others holds all up",
          [(f"time() - weft_rank_last_progress_timestamp_seconds{{{GROUP}}}", "{{group}} rank {{rank}}")]),
-        ("Where a step's time goes", "s", "From one step to the next, and how much of it in collectives: for the slowest rank and the messages. Without work there are no steps",
-         [(f"1 / max by (group) (rate(weft_rank_step_id{{{GROUP}}}[{RATE}]) > 0)", "{{group}} step"),
+        ("Where a step's time goes", "s", "From one step to the next, how much of it a rank is in the step, and in its collectives: for the slowest rank and the messages. Without work there are no steps",
+         [(f"1 / max by (group) (rate(weft_rank_step_id{{{GROUP}}}[{RATE}]) > 0)", "{{group}} step to step"),
+          (f"sum by (group, rank) (rate(weft_rank_step_seconds_total{{{GROUP}}}[{RATE}])) / "
+           f"(sum by (group, rank) (rate(weft_rank_step_id{{{GROUP}}}[{RATE}])) > 0)", "{{group}} rank {{rank}} step"),
           (f"sum by (group, rank) (rate(weft_rank_collective_wait_seconds_total{{{GROUP}}}[{RATE}])) / "
            f"(sum by (group, rank) (rate(weft_rank_step_id{{{GROUP}}}[{RATE}])) > 0)", "{{group}} rank {{rank}} collectives")]),
         ("Time in collectives", "percentunit", "Share of each rank's time. The rank that waits least is the slowest",

@@ -3,7 +3,8 @@
 // case and prints it as one line of JSON; scripts/bench_peer.sh runs it beside a peer.
 // --tokens 1 measures prefill (prompt tokens until the first token), more measures decode: tokens
 // while every request is decoding. Many requests start while others are still in their prompts,
-// although these are in the prefix cache: give --tokens enough. The result is the median try.
+// although these are in the prefix cache: give --tokens enough. The result is the median try;
+// "between_steps" is the share of all tries' time in which no step ran.
 
 #include <algorithm>
 #include <memory>
@@ -81,8 +82,14 @@ EngineRequest RandomRequest(const BenchOptions& options, std::int32_t vocab_size
   return request;
 }
 
+// Of all tries.
+struct Clock {
+  absl::Duration all;       // from the first request on until the last has ended
+  absl::Duration in_steps;  // of that
+};
+
 // Tokens per second of one try.
-double RunOnce(const BenchOptions& options, LocalGroup& group, unsigned seed) {
+double RunOnce(const BenchOptions& options, LocalGroup& group, unsigned seed, Clock& clock) {
   std::vector<std::shared_ptr<TimingSink>> sinks;
   std::vector<EngineRequest> requests;
   const std::int32_t vocab_size = group.model(0).config.vocab_size;
@@ -90,6 +97,7 @@ double RunOnce(const BenchOptions& options, LocalGroup& group, unsigned seed) {
     requests.push_back(RandomRequest(options, vocab_size, seed * 1000 + i + 1));
     sinks.push_back(std::make_shared<TimingSink>(options.max_tokens));
   }
+  const absl::Duration steps_before = group.progress(0).step_time();
   const absl::Time start = absl::Now();
   for (int i = 0; i < options.batch; ++i) {
     const auto id = group.leader().Submit(std::move(requests[i]), sinks[i]);
@@ -97,11 +105,15 @@ double RunOnce(const BenchOptions& options, LocalGroup& group, unsigned seed) {
   }
   absl::Time all_started = start;
   absl::Time first_ended = absl::InfiniteFuture();
+  absl::Time all_ended = start;
   for (const auto& sink : sinks) {
     sink->Wait();
     all_started = std::max(all_started, sink->times().front());
     first_ended = std::min(first_ended, sink->times().back());
+    all_ended = std::max(all_ended, sink->times().back());
   }
+  clock.all += all_ended - start;
+  clock.in_steps += group.progress(0).step_time() - steps_before;
   if (options.max_tokens == 1) {
     return options.batch * options.prompt_tokens / absl::ToDoubleSeconds(all_started - start);
   }
@@ -138,13 +150,15 @@ void Run(const BenchOptions& options) {
   const bool decode = options.max_tokens > 1;
   BenchOptions warm_up = options;
   warm_up.max_tokens = 1;
-  RunOnce(warm_up, *group, 0);
+  Clock clock;
+  RunOnce(warm_up, *group, 0, clock);
+  clock = {};
   // The group's threads sleep while the limits are measured.
   kernels::CpuStream stream(options.threads);
   const auto before = kernels::MeasureMachineLimits(stream);
   std::vector<double> tries;
   for (int i = 0; i < options.tries; ++i)
-    tries.push_back(RunOnce(options, *group, decode ? 0 : i + 1));
+    tries.push_back(RunOnce(options, *group, decode ? 0 : i + 1, clock));
   const auto after = kernels::MeasureMachineLimits(stream);
   std::sort(tries.begin(), tries.end());
 
@@ -159,6 +173,7 @@ void Run(const BenchOptions& options) {
   const WeightFormat format = weights.layers[0].o.format();
   const nlohmann::json result = {
       {"tokens_per_second", tries[tries.size() / 2]},
+      {"between_steps", 1 - absl::FDivDuration(clock.in_steps, clock.all)},
       {"weight_bytes", bytes},
       {"flops_per_token", 2.0 * static_cast<double>(count)},
       {"bytes_per_second", std::max(before.bytes_per_second, after.bytes_per_second)},

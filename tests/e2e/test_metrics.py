@@ -192,12 +192,15 @@ def test_every_metric_is_scraped_and_moves(worked):
 
 
 def test_ranks_tell_of_themselves(worked):
-    for name in ["weft_rank_step_id", "weft_rank_collective_wait_seconds_total", "weft_rank_fabric_sent_bytes_total",
+    for name in ["weft_rank_step_id", "weft_rank_step_seconds_total", "weft_rank_collective_wait_seconds_total",
+                 "weft_rank_fabric_sent_bytes_total",
                  "weft_rank_fabric_received_bytes_total", "weft_rank_collective_received_bytes_total"]:
         by_rank = worked.query(f"max by (rank) ({name})")
         assert len(by_rank) == 2 and all(value > 0 for value in by_rank.values()), (name, by_rank)
     # Both have run every step; they are not scraped at the same moment.
     wait_until(lambda: len(set(worked.query("weft_rank_step_id").values())) == 1, 5, "the same last step")
+    waited, stepped = (worked.query(f"max by (rank) (weft_rank_{kind}_seconds_total)") for kind in ("collective_wait", "step"))
+    assert all(waited[rank] < stepped[rank] for rank in stepped), (waited, stepped)
     kv = worked.query("max_over_time(weft_rank_kv_tokens[5m])")
     assert len(kv) == 2 and min(kv.values()) > 0
     assert time.time() - worked.sum("max(weft_rank_last_progress_timestamp_seconds)") < 120

@@ -58,6 +58,7 @@ class LocalGroup {
 
   Leader& leader() { return *leader_; }
   const RankModel& model(int rank) const { return models_[rank]; }
+  const Progress& progress(int rank) const { return *progress_[rank]; }
   std::int64_t max_model_len() const { return agreement_.max_model_len; }
   // With `kv`: where its ranks take KV.
   const std::vector<std::string>& kv_addresses() const { return kv_addresses_; }
