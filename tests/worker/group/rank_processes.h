@@ -49,6 +49,7 @@ class RankProcesses {
   pid_t pid(int rank) const { return children_[static_cast<std::size_t>(rank)].pid; }
   // Waits until the rank has written a byte to its control_fd.
   void AwaitByte(int rank);
+  // Nothing if the rank is gone already: Join() has its answer.
   void SendByte(int rank);
   // Kills with KILL and reaps.
   void Kill(int rank);
