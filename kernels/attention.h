@@ -58,6 +58,9 @@ struct GqaAttentionParams {
   std::int32_t max_blocks_per_seq;
   DType kv_dtype;
   float scale;  // usually 1 / sqrt(head_dim)
+  // Lets the CPU round q, K, V and the softmax's weights to bfloat16: it does where it
+  // HasDotProducts() (device/cpu_target.h), unless K and V are latents.
+  bool round_to_bfloat16 = false;
 };
 
 // `workspace`: GqaAttentionWorkspaceBytes() bytes, 64-byte aligned. INVALID_ARGUMENT for a head_dim

@@ -28,14 +28,15 @@ PlanLimits LimitsOf(const RankModel& model, const GroupAgreement& agreement,
           .max_model_len = agreement.max_model_len};
 }
 
-RunnerOptions RunnerOptionsOf(const GroupAgreement& agreement, const RankOptions& options,
-                              Progress& progress) {
+RunnerOptions RunnerOptionsOf(const RankModel& model, const GroupAgreement& agreement,
+                              const RankOptions& options, Progress& progress) {
   return {.max_num_seqs = options.max_num_seqs,
           .max_num_batched_tokens = options.max_num_batched_tokens,
           .max_model_len = agreement.max_model_len,
           .exchange = options.exchange,
           .progress = &progress.ticks(),
           .mla_form = options.mla_form,
+          .round_to_bfloat16 = model.dtype == DType::kBFloat16,
           .gather_all_logits = options.gather_all_logits};
 }
 
@@ -83,7 +84,7 @@ absl::StatusOr<std::unique_ptr<Rank>> Rank::Start(const RankModel& model,
   std::unique_ptr<Rank> rank(new Rank(model, agreement, options, fabric, progress));
   ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> meeting, rank->Connect(stream));
   ASSIGN_OR_RETURN(rank->cache_, KvCache::Create(model.kv_shape, agreement.num_blocks, stream));
-  RunnerOptions runner_options = RunnerOptionsOf(agreement, options, progress);
+  RunnerOptions runner_options = RunnerOptionsOf(model, agreement, options, progress);
   if (kv != nullptr) {
     const KvRank kv_rank = KvRankOf(model, rank->cache_);
     std::unique_ptr<kernels::DeviceStream> side;
@@ -134,7 +135,7 @@ absl::StatusOr<std::unique_ptr<Communicator>> Rank::Connect(kernels::Stream& str
     return MakeSelfCommunicator();
   }
   const std::shared_ptr<CollectiveMux> mux = MakeCollectiveMux(fabric_);
-  const RunnerOptions runner_options = RunnerOptionsOf(agreement_, options_, progress_);
+  const RunnerOptions runner_options = RunnerOptionsOf(model_, agreement_, options_, progress_);
   const auto make = [&](std::uint32_t id, std::int32_t first, std::int32_t count,
                         std::int64_t max_bytes, absl::Duration stall_timeout) {
     return MakeFabricCommunicator(mux, layout.rank() - first,

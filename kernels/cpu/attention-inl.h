@@ -100,35 +100,6 @@ void AppendRows(const KvAppendParams& p, std::int64_t begin, std::int64_t end) {
   }
 }
 
-// A local token of a sequence and KV head: where its block's K or V is, and where in it.
-struct KvPlace {
-  const std::byte* block;
-  std::int32_t token;
-};
-
-HWY_INLINE KvPlace PlaceOf(const GqaAttentionParams& p, const void* blocks, std::int64_t slot,
-                           std::int64_t kv_head, std::int64_t token) {
-  const std::int64_t block =
-      p.block_table[slot * p.max_blocks_per_seq + token / p.block_tokens_per_rank];
-  const std::int64_t head_elements = std::int64_t{p.block_tokens_per_rank} * p.head_dim;
-  return {static_cast<const std::byte*>(blocks) +
-              (block * p.num_kv_heads + kv_head) * head_elements * DTypeBytes(p.kv_dtype),
-          static_cast<std::int32_t>(token % p.block_tokens_per_rank)};
-}
-
-// Calls body(key, end, place) for the stretches of [begin, end) that each lie in one block.
-template <typename Body>
-HWY_INLINE void ForBlocks(const GqaAttentionParams& p, const void* blocks, std::int64_t slot,
-                          std::int64_t kv_head, std::int64_t begin, std::int64_t end,
-                          const Body& body) {
-  for (std::int64_t key = begin; key < end;) {
-    const KvPlace place = PlaceOf(p, blocks, slot, kv_head, key);
-    const std::int64_t stop = std::min(end, key + p.block_tokens_per_rank - place.token);
-    body(key, stop, place);
-    key = stop;
-  }
-}
-
 // K of keys [begin, end) of the tile from `tile` on as panels [kTileKeys / 16][head_dim][16]. Lanes
 // outside get what the block holds, or keep what they have.
 template <DType kDType>
@@ -221,31 +192,11 @@ HWY_INLINE void SoftmaxStep(float* HWY_RESTRICT scores, std::int64_t lo, std::in
   }
 }
 
-// The keys of a tile that some row of an item sees, [begin, end), and the rows' queries.
-struct TileKeys {
-  std::int64_t slot;
-  std::int64_t kv_head;
-  std::int64_t tile;
-  std::int64_t begin;
-  std::int64_t end;
-  std::int64_t last;  // what the item sees of the sequence ends here
-  bool direct;        // K and V are used as they lie in memory, not widened first
-};
-
-// Where the keys that follow `key` by a tile are: worth a hint while `key` is at work. Null if
-// there are none.
-HWY_INLINE const std::byte* NextTile(const GqaAttentionParams& p, const TileKeys& keys,
-                                     const void* blocks, std::int64_t key) {
-  key += kTileKeys;
-  if (key >= keys.last) return nullptr;
-  const KvPlace place = PlaceOf(p, blocks, keys.slot, keys.kv_head, key);
-  return place.block + place.token * std::int64_t{p.head_dim} * DTypeBytes(p.kv_dtype);
-}
-
-// scores[q][key - tile] = q . k, for whole panels of keys.
+// scores[q][key - tile] = q . k, for whole panels of keys. `direct`: K is used as it lies in
+// memory, not widened first.
 template <DType kDType>
-void Scores(const GqaAttentionParams& p, const TileKeys& keys, std::int64_t num_queries,
-            const AttentionScratch& scratch) {
+void Scores(const GqaAttentionParams& p, const TileKeys& keys, bool direct,
+            std::int64_t num_queries, const AttentionScratch& scratch) {
   const std::int64_t dim = p.head_dim;
   std::fill_n(scratch.scores, num_queries * kTileKeys, 0.0F);
   const std::int64_t first = keys.begin / kPanelWidth * kPanelWidth;
@@ -265,7 +216,7 @@ void Scores(const GqaAttentionParams& p, const TileKeys& keys, std::int64_t num_
                           .next = next,
                           .next_bytes = panels * stride});
   };
-  if (keys.direct) {
+  if (direct) {
     const auto body = [&](std::int64_t key, std::int64_t stop, const KvPlace& place) HWY_ATTR {
       const std::byte* data = place.block + place.token * dim * DTypeBytes(kDType);
       multiply(KvValues<kDType>(), data, key, stop, NextTile(p, keys, p.k_blocks, key));
@@ -278,9 +229,10 @@ void Scores(const GqaAttentionParams& p, const TileKeys& keys, std::int64_t num_
   multiply(Float32Weights(), data, first, keys.end, nullptr);
 }
 
-// records[q] += sum over keys [begin, end) of weights[q][key - tile] * v[key].
+// records[q] += sum over keys [begin, end) of weights[q][key - tile] * v[key]. `direct`: as
+// Scores().
 template <DType kDType>
-void AddValues(const GqaAttentionParams& p, const TileKeys& keys, std::int64_t begin,
+void AddValues(const GqaAttentionParams& p, const TileKeys& keys, bool direct, std::int64_t begin,
                std::int64_t end, const float* HWY_RESTRICT weights, std::int64_t num_queries,
                const AttentionScratch& scratch, float* HWY_RESTRICT records) {
   const std::int64_t padded = PaddedDim(p.value_dim);
@@ -299,7 +251,7 @@ void AddValues(const GqaAttentionParams& p, const TileKeys& keys, std::int64_t b
                           .next = next,
                           .next_bytes = (stop - key) * row_bytes});
   };
-  if (keys.direct) {
+  if (direct) {
     const auto body = [&](std::int64_t key, std::int64_t stop, const KvPlace& place) HWY_ATTR {
       const std::byte* data = place.block + place.token * padded * DTypeBytes(kDType);
       multiply(KvValues<kDType>(), data, key, stop, NextTile(p, keys, p.v_blocks, key));
@@ -322,19 +274,18 @@ void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int
   const std::int64_t num_rows = item.end_row - item.first_row;
   const std::int64_t heads = item.end_head - item.first_head;
   // Few queries: one or two passes, which widening would only prolong.
+  const bool direct = !latent && num_rows * heads <= 2 * kTileRows && padded == p.head_dim &&
+                      p.block_tokens_per_rank % kPanelWidth == 0;
   const TileKeys keys = {.slot = p.row_slot[item.first_row],
                          .kv_head = item.kv_head,
                          .tile = tile,
                          .begin = begin,
                          .end = end,
-                         .last = p.visible_len[item.end_row - 1],
-                         .direct = !latent && num_rows * heads <= 2 * kTileRows &&
-                                   padded == p.head_dim &&
-                                   p.block_tokens_per_rank % kPanelWidth == 0};
-  Scores<kDType>(p, keys, num_rows * heads, scratch);
+                         .last = p.visible_len[item.end_row - 1]};
+  Scores<kDType>(p, keys, direct, num_rows * heads, scratch);
   if (latent) {
     TakeValues(p, tile, begin, end, scratch);
-  } else if (!keys.direct) {
+  } else if (!direct) {
     WidenV<kDType>(p, keys.slot, keys.kv_head, tile, begin, end, scratch.v);
   }
 
@@ -357,7 +308,7 @@ void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int
         SoftmaxStep(scores + i * kTileKeys, lo - tile, hi - tile, group + i * record_floats,
                     padded);
       }
-      AddValues<kDType>(p, keys, lo, hi, scores, queries, scratch, group);
+      AddValues<kDType>(p, keys, direct, lo, hi, scores, queries, scratch, group);
     }
     row = end_row;
   }
@@ -372,17 +323,9 @@ void AttendKeysOf(const GqaAttentionParams& p, const AttentionItem& item, std::i
   }
 }
 
-// Fills the item's records from the keys of [begin, end) that each row sees; scratch.q is ready.
+// Adds the keys of [begin, end) that each row sees to the item's records; scratch.q is ready.
 void AttendKeys(const GqaAttentionParams& p, const AttentionItem& item, std::int64_t begin,
                 std::int64_t end, const AttentionScratch& scratch, float* records) {
-  const std::int64_t record_floats = RecordFloats(p.value_dim);
-  const std::int64_t padded_dim = PaddedDim(p.value_dim);
-  for (std::int64_t i = 0; i < NumQueries(item); ++i) {
-    float* record = records + i * record_floats;
-    std::fill_n(record, padded_dim, 0.0F);
-    record[padded_dim] = -std::numeric_limits<float>::infinity();
-    record[padded_dim + 1] = 0.0F;
-  }
   switch (p.kv_dtype) {
     case DType::kFloat32:
       return AttendKeysOf<DType::kFloat32>(p, item, begin, end, scratch, records);

@@ -4,12 +4,15 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numbers>
 #include <type_traits>
 
 #include "fmt/format.h"
 #include "kernels/cpu/attention_parts.h"
 #include "kernels/cpu/convert.h"
+#include "kernels/cpu/dot_attention.h"
 #include "kernels/cpu/launch.h"
+#include "kernels/device/cpu_target.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/attention.cc"
@@ -28,6 +31,10 @@ namespace {
 // Parts of the keys that may be computed side by side before they are merged, at one row.
 constexpr std::int64_t kParallelParts = 64;
 
+bool UsesDots(const GqaAttentionParams& params) {
+  return params.round_to_bfloat16 && params.v_blocks != nullptr && HasDotProducts();
+}
+
 std::int64_t ScratchQueries(std::int64_t num_q_heads) {
   return std::max(kTileQueries, num_q_heads);
 }
@@ -42,7 +49,8 @@ class Launch {
   Launch(const GqaAttentionParams& params, void* workspace, ThreadPool& pool)
       : p_(params),
         pool_(pool),
-        attend_(HWY_DYNAMIC_DISPATCH(AttendKeys)),
+        dots_(UsesDots(params)),
+        attend_(dots_ ? DotAttendKeys : HWY_DYNAMIC_DISPATCH(AttendKeys)),
         queries_(std::int64_t{params.num_rows} * params.num_q_heads),
         record_floats_(RecordFloats(params.value_dim)),
         scratch_floats_(AttentionScratch::Floats(ScratchQueries(params.num_q_heads),
@@ -123,13 +131,16 @@ class Launch {
             p_.value_dim};
   }
 
-  void ScaleQueries(const AttentionItem& item, float* q) const {
+  void ScaleQueries(const AttentionItem& item, float* const scaled) const {
+    const float scale = dots_ ? p_.scale * std::numbers::log2e_v<float> : p_.scale;
+    float* q = scaled;
     for (std::int64_t row = item.first_row; row < item.end_row; ++row) {
       const std::int64_t count = (item.end_head - item.first_head) * p_.head_dim;
       const float* in = p_.q + (row * p_.num_q_heads + item.first_head) * p_.head_dim;
-      for (std::int64_t i = 0; i < count; ++i) q[i] = in[i] * p_.scale;
+      for (std::int64_t i = 0; i < count; ++i) q[i] = in[i] * scale;
       q += count;
     }
+    if (dots_) RoundToPairs(scaled, q - scaled);
   }
 
   void ClearRecords(const AttentionItem& item, float* records) const {
@@ -173,6 +184,13 @@ class Launch {
     }
   }
 
+  // One part's records.
+  void Attend(const AttentionItem& item, std::int64_t begin, std::int64_t end,
+              const AttentionScratch& scratch, float* records) const {
+    ClearRecords(item, records);
+    attend_(p_, item, begin, end, scratch, records);
+  }
+
   void RunItem(std::int64_t index, int thread) const {
     const AttentionItem item = Item(index);
     const AttentionScratch scratch = Scratch(thread);
@@ -180,8 +198,7 @@ class Launch {
     ClearRecords(item, scratch.running);
     ScaleQueries(item, scratch.q);
     for (std::int64_t part = begin / kPartKeys * kPartKeys; part < end; part += kPartKeys) {
-      attend_(p_, item, std::max(begin, part), std::min(end, part + kPartKeys), scratch,
-              scratch.part);
+      Attend(item, std::max(begin, part), std::min(end, part + kPartKeys), scratch, scratch.part);
       MergePart(item, scratch.part, scratch.running);
     }
     StoreResult(item, scratch.running);
@@ -227,14 +244,14 @@ class Launch {
     const AttentionScratch scratch = Scratch(thread);
     const auto [begin, end] = Visible(item);
     ScaleQueries(item, scratch.q);
-    attend_(p_, item, std::max(begin, part), std::min(end, part + kPartKeys), scratch,
-            PartRecords(item, place));
+    Attend(item, std::max(begin, part), std::min(end, part + kPartKeys), scratch,
+           PartRecords(item, place));
   }
 
   const GqaAttentionParams& p_;
   ThreadPool& pool_;
-  // Where there is one target only, the macro names the function itself.
-  std::add_lvalue_reference_t<decltype(HWY_DYNAMIC_DISPATCH(AttendKeys))> attend_;
+  bool dots_;
+  decltype(&DotAttendKeys) attend_;
   std::int64_t queries_;  // rows times heads
   std::int64_t record_floats_;
   std::int64_t scratch_floats_;

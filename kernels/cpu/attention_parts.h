@@ -1,10 +1,12 @@
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/attention.h"
 
-// How attention is cut up.
+// How attention is cut up, and where its keys are.
 
 namespace weft::kernels {
 
@@ -25,8 +27,8 @@ constexpr std::int64_t NumQueries(const AttentionItem& item) {
   return (item.end_row - item.first_row) * (item.end_head - item.first_head);
 }
 
-// A query's running result: [PaddedDim(value_dim)] weighted sum of V, then the largest score and
-// the sum of exp(score - largest).
+// A query's running result: [PaddedDim(value_dim)] weighted sum of V, then the largest score, or
+// what weights are relative to, and the sum of exp(score - largest).
 constexpr std::int64_t PaddedDim(std::int64_t dim) { return (dim + 15) / 16 * 16; }
 constexpr std::int64_t RecordFloats(std::int64_t value_dim) { return PaddedDim(value_dim) + 16; }
 
@@ -55,5 +57,53 @@ struct AttentionScratch {
     running = part + queries * RecordFloats(value_dim);
   }
 };
+
+// A local token of a sequence and KV head: where its block's K or V is, and where in it.
+struct KvPlace {
+  const std::byte* block;
+  std::int32_t token;
+};
+
+inline KvPlace PlaceOf(const GqaAttentionParams& p, const void* blocks, std::int64_t slot,
+                       std::int64_t kv_head, std::int64_t token) {
+  const std::int64_t block =
+      p.block_table[slot * p.max_blocks_per_seq + token / p.block_tokens_per_rank];
+  const std::int64_t head_elements = std::int64_t{p.block_tokens_per_rank} * p.head_dim;
+  return {static_cast<const std::byte*>(blocks) +
+              (block * p.num_kv_heads + kv_head) * head_elements * DTypeBytes(p.kv_dtype),
+          static_cast<std::int32_t>(token % p.block_tokens_per_rank)};
+}
+
+// Calls body(key, end, place) for the stretches of [begin, end) that each lie in one block.
+template <typename Body>
+void ForBlocks(const GqaAttentionParams& p, const void* blocks, std::int64_t slot,
+               std::int64_t kv_head, std::int64_t begin, std::int64_t end, const Body& body) {
+  for (std::int64_t key = begin; key < end;) {
+    const KvPlace place = PlaceOf(p, blocks, slot, kv_head, key);
+    const std::int64_t stop = std::min(end, key + p.block_tokens_per_rank - place.token);
+    body(key, stop, place);
+    key = stop;
+  }
+}
+
+// The keys of a tile that some row of an item sees, [begin, end).
+struct TileKeys {
+  std::int64_t slot;
+  std::int64_t kv_head;
+  std::int64_t tile;
+  std::int64_t begin;
+  std::int64_t end;
+  std::int64_t last;  // what the item sees of the sequence ends here
+};
+
+// Where the keys that follow `key` by a tile are: worth a hint while `key` is at work. Null if
+// there are none.
+inline const std::byte* NextTile(const GqaAttentionParams& p, const TileKeys& keys,
+                                 const void* blocks, std::int64_t key) {
+  key += kTileKeys;
+  if (key >= keys.last) return nullptr;
+  const KvPlace place = PlaceOf(p, blocks, keys.slot, keys.kv_head, key);
+  return place.block + place.token * std::int64_t{p.head_dim} * DTypeBytes(p.kv_dtype);
+}
 
 }  // namespace weft::kernels

@@ -1,19 +1,15 @@
 #include "kernels/cpu/dot_linear.h"
 
 #ifdef __x86_64__
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <type_traits>
 
+#include "kernels/cpu/dot_products.h"
 #include "kernels/cpu/panel.h"
 #include "server/base/ceil_div.h"
-
-// Of each function, not of the file: what the linker may share with others is for any CPU.
-#define AVX512_DOT __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")))
 
 namespace weft::kernels {
 namespace {
@@ -35,10 +31,6 @@ constexpr std::int64_t kRounded = 96 * 1024;
 std::int64_t NumTiles(std::int64_t num_rows) { return CeilDiv(num_rows, kTileRows); }
 std::int64_t TileRow(std::int64_t num_rows, std::int64_t tile) {
   return num_rows * tile / NumTiles(num_rows);
-}
-
-__mmask16 FirstLanes(std::int64_t count) {
-  return static_cast<__mmask16>((1U << static_cast<unsigned>(count)) - 1U);
 }
 
 // Where a tile's sums are. `from_zero`: what is there does not count, they start at 0.
@@ -154,15 +146,27 @@ struct IntegerDots {
   AVX512_DOT static void Tile(TileInputs x, std::int64_t num_steps, const std::byte* panel,
                               std::int64_t panel_stride, TileSums sums, const std::byte* next,
                               std::int64_t next_step) {
+    // Few sums would wait for their own additions: they are taken apart, being exact, and what a
+    // group adds up to stays in registers.
+    constexpr int kChains = kRows * kPanels == 1 ? 4 : kRows * kPanels <= 3 ? 2 : 1;
+    constexpr bool kInRegisters = kRows * kPanels <= 6;
+    __m512 total[kPanels][kRows];
+    if constexpr (kInRegisters) {
+      for (int p = 0; p < kPanels; ++p) {
+        for (int r = 0; r < kRows; ++r) total[p][r] = sums.Load(p, r);
+      }
+    }
     for (std::int64_t k = 0; k < num_steps; ++k, panel += kStepBytes) {
       if constexpr (kHint) {
         const std::byte* const end = next + next_step;
         for (; next < end; next += kLine) __builtin_prefetch(next, 0, 2);
         next = end;
       }
-      __m512i sum[kPanels][kRows];
-      for (int p = 0; p < kPanels; ++p) {
-        for (int r = 0; r < kRows; ++r) sum[p][r] = _mm512_setzero_si512();
+      __m512i sum[kChains][kPanels][kRows];
+      for (int c = 0; c < kChains; ++c) {
+        for (int p = 0; p < kPanels; ++p) {
+          for (int r = 0; r < kRows; ++r) sum[c][p][r] = _mm512_setzero_si512();
+        }
       }
 #pragma GCC unroll 16
       for (int pair = 0; pair < kPairs; ++pair, x.pairs += kRows) {
@@ -173,7 +177,8 @@ struct IntegerDots {
         for (int r = 0; r < kRows; ++r) {
           const __m512i input = _mm512_set1_epi32(static_cast<int>(x.pairs[r]));
           for (int p = 0; p < kPanels; ++p) {
-            sum[p][r] = _mm512_dpwssd_epi32(sum[p][r], w[p], input);
+            __m512i& chain = sum[pair % kChains][p][r];
+            chain = _mm512_dpwssd_epi32(chain, w[p], input);
           }
         }
       }
@@ -182,11 +187,24 @@ struct IntegerDots {
             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + p * panel_stride)));
         for (int r = 0; r < kRows; ++r) {
           const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[r]));
-          sums.Store(p, r, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[p][r]), factor, sums.Load(p, r)));
+          for (int c = 1; c < kChains; ++c) {
+            sum[0][p][r] = _mm512_add_epi32(sum[0][p][r], sum[c][p][r]);
+          }
+          const __m512 value = _mm512_cvtepi32_ps(sum[0][p][r]);
+          if constexpr (kInRegisters) {
+            total[p][r] = _mm512_fmadd_ps(value, factor, total[p][r]);
+          } else {
+            sums.Store(p, r, _mm512_fmadd_ps(value, factor, sums.Load(p, r)));
+          }
         }
       }
       sums.from_zero = false;
       x.scales += kRows;
+    }
+    if constexpr (kInRegisters) {
+      for (int p = 0; p < kPanels; ++p) {
+        for (int r = 0; r < kRows; ++r) sums.Store(p, r, total[p][r]);
+      }
     }
   }
 };
@@ -227,14 +245,6 @@ struct RoundedRows {
     }
   }
 };
-
-template <int kMost, typename Body>
-AVX512_DOT inline void WithRows(std::int64_t rows, const Body& body) {
-  if constexpr (kMost > 1) {
-    if (rows < kMost) return WithRows<kMost - 1>(rows, body);
-  }
-  body(std::integral_constant<int, kMost>());
-}
 
 struct Sums {
   alignas(64) float values[kTilePanels * kDotRows * kPanelWidth];

@@ -166,8 +166,8 @@ struct Rows {
   std::int32_t size() const { return static_cast<std::int32_t>(slot.size()); }
 };
 
-GqaAttentionParams AttentionOf(const KvPool& pool, const Rows& rows, const float* q, float* out,
-                               float* lse) {
+GqaAttentionParams AttentionOf(const KvPool& pool, const Rows& rows, bool round, const float* q,
+                               float* out, float* lse) {
   return {.q = q,
           .k_blocks = pool.k.data(),
           .v_blocks = pool.v.data(),
@@ -188,15 +188,18 @@ GqaAttentionParams AttentionOf(const KvPool& pool, const Rows& rows, const float
           .block_tokens_per_rank = kBlockTokens,
           .max_blocks_per_seq = pool.blocks_per_seq,
           .kv_dtype = pool.dtype,
-          .scale = 0.125F};
+          .scale = 0.125F,
+          .round_to_bfloat16 = round};
 }
 
-// Args: dtype, sequences, context, rows a sequence. Several layers' pools exceed the caches.
+// Args: dtype, sequences, context, rows a sequence, whether to round to bfloat16. Several layers'
+// pools exceed the caches.
 void BM_Attention(benchmark::State& state) {
   const DType dtype = DTypeArg(state.range(0));
   const auto seqs = static_cast<std::int32_t>(state.range(1));
   const auto context = static_cast<std::int32_t>(state.range(2));
   const auto rows_per_seq = static_cast<std::int32_t>(state.range(3));
+  const bool round = state.range(4) != 0;
   const double bytes = 2.0 * seqs * context * kKvHeads * kHeadDim * DTypeBytes(dtype);
   const int layers = rows_per_seq > 1 ? 1 : static_cast<int>(1e8 / bytes) + 1;
   std::vector<KvPool> pools;
@@ -209,13 +212,14 @@ void BM_Attention(benchmark::State& state) {
       GqaAttentionWorkspaceBytes(rows.size(), kHeads, kHeadDim, kHeadDim, BenchStream()));
   double keys = 0;
   for (const std::int32_t visible : rows.visible_len) keys += visible;
-  Meter(state).Run(4.0 * keys * kHeads * kHeadDim * layers, bytes * layers, 0, [&] {
-    for (const KvPool& pool : pools) {
-      CHECK(GqaAttention(AttentionOf(pool, rows, q.data(), out.data(), lse.data()),
-                         workspace.data(), BenchStream())
-                .ok());
-    }
-  });
+  Meter(state, round ? WeightFormat::kBFloat16 : WeightFormat::kFloat32)
+      .Run(4.0 * keys * kHeads * kHeadDim * layers, bytes * layers, 0, [&] {
+        for (const KvPool& pool : pools) {
+          CHECK(GqaAttention(AttentionOf(pool, rows, round, q.data(), out.data(), lse.data()),
+                             workspace.data(), BenchStream())
+                    .ok());
+        }
+      });
 }
 
 // Args: rows; temperature 1.
@@ -274,9 +278,11 @@ void BM_Model(benchmark::State& state) {
   const auto seqs = static_cast<std::int32_t>(state.range(1));
   const auto context = static_cast<std::int32_t>(state.range(2));
   const auto rows_per_seq = static_cast<std::int32_t>(state.range(3));
+  const WeightFormat format = FormatArg(state.range(0));
+  const bool round = format != WeightFormat::kFloat32 && format != WeightFormat::kFloat16;
   static std::vector<std::unique_ptr<Model>> models(5);
   std::unique_ptr<Model>& model = models[static_cast<std::size_t>(state.range(0))];
-  if (model == nullptr) model = std::make_unique<Model>(FormatArg(state.range(0)));
+  if (model == nullptr) model = std::make_unique<Model>(format);
   std::vector<KvPool> pools;
   for (int i = 0; i < kLayers; ++i) pools.emplace_back(seqs, context, DType::kFloat16);
   const Rows rows(pools[0], seqs, context, rows_per_seq);
@@ -348,7 +354,7 @@ void BM_Model(benchmark::State& state) {
                       .kv_dtype = DType::kFloat16},
                      stream)
                 .ok());
-      CHECK(GqaAttention(AttentionOf(pools[i], rows, q.data(), out.data(), lse.data()),
+      CHECK(GqaAttention(AttentionOf(pools[i], rows, round, q.data(), out.data(), lse.data()),
                          workspace.data(), stream)
                 .ok());
       linear(layer.o, out.data(), x.data(), x.data(), n);
@@ -386,11 +392,14 @@ void LinearShapes(benchmark::internal::Benchmark* bench) {
 }
 
 void AttentionShapes(benchmark::internal::Benchmark* bench) {
-  for (const std::int64_t dtype : {0, 1, 2}) {
+  for (const auto& [dtype, round] :
+       {std::pair(0, 0), std::pair(1, 0), std::pair(1, 1), std::pair(2, 0), std::pair(2, 1)}) {
     for (const std::int64_t seqs : {1, 8}) {
-      for (const std::int64_t context : {128, 2048, 16384}) bench->Args({dtype, seqs, context, 1});
+      for (const std::int64_t context : {128, 2048, 16384}) {
+        bench->Args({dtype, seqs, context, 1, round});
+      }
     }
-    for (const std::int64_t context : {512, 4096}) bench->Args({dtype, 1, context, 256});
+    for (const std::int64_t context : {512, 4096}) bench->Args({dtype, 1, context, 256, round});
   }
 }
 

@@ -1,6 +1,7 @@
 #include "kernels/attention.h"
 
 #include <limits>
+#include <numbers>
 
 #include "kernels/cpu/convert.h"
 #include "kernels/device/buffer.h"
@@ -21,10 +22,30 @@ struct Shape {
   std::int32_t block_tokens;
   DType dtype;
   std::int32_t latent_dim = 0;  // with latents, whose first dims are the values: how many of them
+  bool round_to_bfloat16 = false;
 
   bool latent() const { return latent_dim > 0; }
   std::int32_t value_dim() const { return latent() ? latent_dim : head_dim; }
+  bool rounds() const { return round_to_bfloat16 && !latent() && HasDotProducts(); }
 };
+
+float ToBFloat16(float value) {
+  std::uint16_t bits = 0;
+  StoreElement(&bits, 0, DType::kBFloat16, value);
+  return LoadElement(&bits, 0, DType::kBFloat16);
+}
+
+// A weight as bfloat16. `slack`: what it may differ by, an ulp if a small error of the
+// weight decides which way it is rounded.
+double RoundedWeight(double weight, double& slack) {
+  int exponent = 0;
+  const double mantissa = std::ldexp(std::frexp(weight, &exponent), 8);
+  const double whole = std::nearbyint(mantissa);
+  const double ulp = std::ldexp(1.0, exponent - 8);
+  const bool tie = std::abs(std::abs(mantissa - whole) - 0.5) < 0.02;
+  slack = tie ? ulp : 0.0;
+  return whole * ulp;
+}
 
 // Sequences of random lengths whose KV lies scattered over a pool that is NaN elsewhere, and rows
 // that see parts of them.
@@ -148,7 +169,8 @@ struct Case {
                       .block_tokens_per_rank = shape.block_tokens,
                       .max_blocks_per_seq = max_blocks,
                       .kv_dtype = shape.dtype,
-                      .scale = scale},
+                      .scale = scale,
+                      .round_to_bfloat16 = shape.round_to_bfloat16},
                      workspace->data(), stream);
     EXPECT_TRUE(status.ok()) << status;
     return result;
@@ -167,18 +189,25 @@ struct Case {
   void ExpectRight(const Result& result, std::size_t row, std::int32_t head) const {
     const std::int32_t kv_head = (shape.first_q_head + head) / shape.q_per_kv - shape.first_kv_head;
     const std::size_t query = row * shape.num_q_heads + head;
-    const float* row_q = q.data() + query * shape.head_dim;
+    const auto rounded = [&](float value) { return shape.rounds() ? ToBFloat16(value) : value; };
+    std::vector<double> row_q;
+    for (std::int32_t i = 0; i < shape.head_dim; ++i) {
+      const float value = q[query * shape.head_dim + i];
+      // In base 2, so that rounding is as the kernel's.
+      row_q.push_back(shape.rounds() ? ToBFloat16(value * (scale * std::numbers::log2e_v<float>)) *
+                                           std::numbers::ln2
+                                     : double{value} * scale);
+    }
     const auto at = [&](const std::vector<std::vector<float>>& kv, std::int32_t token) {
       return kv[row_slot[row]].data() +
              (std::size_t(token) * shape.num_kv_heads + kv_head) * shape.head_dim;
     };
     std::vector<double> scores;
-    double max = -kInfinity;
     for (std::int32_t token = first_visible[row]; token < visible_len[row]; ++token) {
       double score = 0.0;
-      for (std::int32_t i = 0; i < shape.head_dim; ++i) score += double{row_q[i]} * at(k, token)[i];
-      scores.push_back(score * scale);
-      max = std::max(max, scores.back());
+      for (std::int32_t i = 0; i < shape.head_dim; ++i)
+        score += row_q[i] * rounded(at(k, token)[i]);
+      scores.push_back(score);
     }
     if (scores.empty()) {
       ASSERT_EQ(result.lse[query], -kInfinity);
@@ -187,19 +216,45 @@ struct Case {
       }
       return;
     }
+    const double max = *std::max_element(scores.begin(), scores.end());
+    double slack = 0.0;
+    const std::vector<double> weights = Weights(scores, slack);
     double sum = 0.0;
+    double largest = 0.0;
     std::vector<double> out(shape.value_dim());
     for (std::size_t i = 0; i < scores.size(); ++i) {
-      const double weight = std::exp(scores[i] - max);
-      sum += weight;
+      sum += weights[i];
       const float* token_v = at(v, first_visible[row] + static_cast<std::int32_t>(i));
-      for (std::int32_t j = 0; j < shape.value_dim(); ++j) out[j] += weight * token_v[j];
+      for (std::int32_t j = 0; j < shape.value_dim(); ++j) {
+        out[j] += weights[i] * rounded(token_v[j]);
+        largest = std::max(largest, std::abs(double{token_v[j]}));
+      }
     }
-    ASSERT_NEAR(result.lse[query], max + std::log(sum), 2e-5) << "row " << row << " head " << head;
+    const double allowed = shape.rounds() ? 5e-5 + slack / sum : 2e-5;
+    ASSERT_NEAR(result.lse[query], max + std::log(sum), allowed)
+        << "row " << row << " head " << head;
     for (std::int32_t i = 0; i < shape.value_dim(); ++i) {
-      ASSERT_NEAR(result.out[query * shape.value_dim() + i], out[i] / sum, 2e-5)
+      ASSERT_NEAR(result.out[query * shape.value_dim() + i], out[i] / sum,
+                  shape.rounds() ? 5e-5 + 2 * largest * slack / sum : allowed)
           << "row " << row << " head " << head << " dim " << i;
     }
+  }
+
+  // Relative to the largest. Rounding is the same whatever power of two they are relative to.
+  // `slack`: of all of them.
+  std::vector<double> Weights(const std::vector<double>& scores, double& slack) const {
+    const double max = *std::max_element(scores.begin(), scores.end());
+    std::vector<double> weights;
+    for (const double score : scores) {
+      if (!shape.rounds()) {
+        weights.push_back(std::exp(score - max));
+        continue;
+      }
+      double ulp = 0.0;
+      weights.push_back(RoundedWeight(std::exp(score), ulp) * std::exp(-max));
+      slack += ulp * std::exp(-max);
+    }
+    return weights;
   }
 };
 
@@ -225,6 +280,7 @@ Shape RandomShape(Rng& rng) {
   shape.head_dim = 8 * RandomInt(rng, 1, RandomInt(rng, 0, 5) == 0 ? 32 : 9);
   shape.block_tokens = kBlocks[RandomInt(rng, 0, 9)];
   shape.dtype = kDTypes[RandomInt(rng, 0, 2)];
+  shape.round_to_bfloat16 = RandomInt(rng, 0, 1) == 1;
   if (RandomInt(rng, 0, 2) == 0) MakeLatent(rng, shape);
   return shape;
 }
@@ -288,14 +344,17 @@ TEST_P(AttentionTest, LongSequencesMatchWhateverTheThreads) {
   CpuStream one(1);
   CpuStream four(4);
   Rng rng(9);
-  const Shape shape = {3, 1, 0, 0, 3, 8, 64, DType::kBFloat16};
-  Case attention(rng, shape, {40'000}, one);
-  attention.AddRow(rng, 0, 0, 40'000);
-  attention.AddRow(rng, 0, 700, 39'000);
-  const Case::Result result = attention.Run(four);
-  attention.ExpectRight(result);
-  ASSERT_TRUE(SameBits(result.out, attention.Run(one).out));
-  ASSERT_TRUE(SameBits(result.out, attention.Run(four).out));
+  for (const bool round : {false, true}) {
+    const Shape shape = {
+        3, 1, 0, 0, 3, 8, 64, DType::kBFloat16, /*latent_dim=*/0, /*round_to_bfloat16=*/round};
+    Case attention(rng, shape, {40'000}, one);
+    attention.AddRow(rng, 0, 0, 40'000);
+    attention.AddRow(rng, 0, 700, 39'000);
+    const Case::Result result = attention.Run(four);
+    attention.ExpectRight(result);
+    ASSERT_TRUE(SameBits(result.out, attention.Run(one).out));
+    ASSERT_TRUE(SameBits(result.out, attention.Run(four).out));
+  }
 }
 
 // Law 3.
@@ -314,23 +373,26 @@ TEST_P(AttentionTest, EmptyRangeIsZeroAndMinusInfinity) {
 // A later token that overflowed must not reach the rows before it.
 TEST_P(AttentionTest, UnseenInfinityDoesNotReachARow) {
   CpuStream stream(2);
-  Rng rng(5);
-  const Shape shape = {2, 1, 0, 0, 2, 16, 16, DType::kFloat32};
-  Case attention(rng, shape, {100}, stream);
-  for (std::int32_t i = 90; i <= 100; ++i) attention.AddRow(rng, 0, i - 80, i);
-  for (const std::int32_t token : {9, 95}) {
-    const std::int64_t block = attention.block_table[token / 16];
-    for (std::int32_t dim = 0; dim < 16; ++dim) {
-      StoreElement(attention.v_blocks.data(), block * 256 + VIndex(token % 16, dim, 16),
-                   DType::kFloat32, kInfinity);
-      StoreElement(attention.k_blocks.data(), block * 256 + KIndex(token % 16, dim, 16, 16),
-                   DType::kFloat32, std::nanf(""));
+  for (const bool round : {false, true}) {
+    Rng rng(5);
+    const Shape shape = {
+        2, 1, 0, 0, 2, 16, 16, DType::kFloat32, /*latent_dim=*/0, /*round_to_bfloat16=*/round};
+    Case attention(rng, shape, {100}, stream);
+    for (std::int32_t i = 90; i <= 100; ++i) attention.AddRow(rng, 0, i - 80, i);
+    for (const std::int32_t token : {9, 95}) {
+      const std::int64_t block = attention.block_table[token / 16];
+      for (std::int32_t dim = 0; dim < 16; ++dim) {
+        StoreElement(attention.v_blocks.data(), block * 256 + VIndex(token % 16, dim, 16),
+                     DType::kFloat32, kInfinity);
+        StoreElement(attention.k_blocks.data(), block * 256 + KIndex(token % 16, dim, 16, 16),
+                     DType::kFloat32, std::nanf(""));
+      }
     }
-  }
-  const Case::Result result = attention.Run(stream);
-  for (std::size_t row = 0; row < 11; ++row) {
-    const bool sees = attention.visible_len[row] > 95 || attention.first_visible[row] <= 9;
-    EXPECT_EQ(std::isfinite(result.out[row * 32]), !sees) << "row " << row;
+    const Case::Result result = attention.Run(stream);
+    for (std::size_t row = 0; row < 11; ++row) {
+      const bool sees = attention.visible_len[row] > 95 || attention.first_visible[row] <= 9;
+      EXPECT_EQ(std::isfinite(result.out[row * 32]), !sees) << "row " << row;
+    }
   }
 }
 

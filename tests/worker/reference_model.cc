@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <numbers>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "fmt/format.h"
 #include "kernels/cpu/convert.h"
@@ -76,14 +78,14 @@ void Add(const std::vector<double>& x, std::vector<double>& to, double weight = 
   for (std::size_t i = 0; i < x.size(); ++i) to[i] += weight * x[i];
 }
 
-// Softmax of score(t) over tokens [first, end), as the weights of value(t).
+// The mean of value(t) over tokens [first, end) by weight(t).
 std::vector<double> WeightedSum(std::size_t first, std::size_t end, std::size_t dim,
-                                const std::function<double(std::size_t)>& score,
+                                const std::function<double(std::size_t)>& weight_of,
                                 const std::function<double(std::size_t, std::size_t)>& value) {
   std::vector<double> out(dim);
   double sum = 0;
   for (std::size_t t = first; t < end; ++t) {
-    const double weight = std::exp(score(t));
+    const double weight = weight_of(t);
     sum += weight;
     for (std::size_t d = 0; d < dim; ++d) out[d] += weight * value(t, d);
   }
@@ -204,21 +206,29 @@ ReferenceModel::Vector ReferenceModel::Attention(const std::string& layer, int i
     }
     return y;
   };
-  const Vector q = heads_of("q_proj", "q_norm");
-  cache.k.push_back(Rounded(heads_of("k_proj", "k_norm")));
-  cache.v.push_back(Rounded(Linear(prefix + "v_proj", x)));
+  const bool rounds = weights_ == WeightFormat::kBFloat16 && kernels::HasDotProducts();
+  const auto as_input = [&](Vector y) {
+    if (rounds) RoundInputs(weights_, y);
+    return y;
+  };
+  // Scores in base 2, as the kernel's, so that what is rounded is the same.
+  Vector q = heads_of("q_proj", "q_norm");
+  for (double& value : q) value *= std::numbers::log2e / std::sqrt(static_cast<double>(dim));
+  q = as_input(std::move(q));
+  cache.k.push_back(as_input(Rounded(heads_of("k_proj", "k_norm"))));
+  cache.v.push_back(as_input(Rounded(Linear(prefix + "v_proj", x))));
   const std::int64_t window = config_.HasWindow(index) ? config_.sliding_window : position + 1;
   const auto first = static_cast<std::size_t>(std::max<std::int64_t>(0, position + 1 - window));
   Vector out;
   for (int h = 0; h < config_.num_q_heads; ++h) {
     const std::size_t kv = h / (config_.num_q_heads / config_.num_kv_heads) * dim;
-    const auto score = [&](std::size_t t) {
+    const auto weight = [&](std::size_t t) {
       double sum = 0;
       for (std::size_t d = 0; d < dim; ++d) sum += q[h * dim + d] * cache.k[t][kv + d];
-      return sum / std::sqrt(static_cast<double>(dim));
+      return rounds ? RoundedTo(DType::kBFloat16, std::exp2(sum)) : std::exp2(sum);
     };
     const Vector head =
-        WeightedSum(first, cache.k.size(), dim, score,
+        WeightedSum(first, cache.k.size(), dim, weight,
                     [&](std::size_t t, std::size_t d) { return cache.v[t][kv + d]; });
     out.insert(out.end(), head.begin(), head.end());
   }
@@ -253,16 +263,16 @@ ReferenceModel::Vector ReferenceModel::LatentAttention(const std::string& layer,
   Vector out;
   for (int h = 0; h < config_.num_q_heads; ++h) {
     const std::size_t at = h * (nope + mla.v_head_dim);
-    const auto score = [&](std::size_t t) {
+    const auto weight = [&](std::size_t t) {
       double sum = 0;
       for (std::size_t d = 0; d < nope; ++d) sum += q[h * q_dim + d] * kv[t][at + d];
       for (std::size_t d = nope; d < q_dim; ++d) {
         sum += q[h * q_dim + d] * cache.k[t][mla.kv_lora_rank + d - nope];
       }
-      return sum * config_.attention_scale;
+      return std::exp(sum * config_.attention_scale);
     };
     const Vector head =
-        WeightedSum(0, cache.k.size(), mla.v_head_dim, score,
+        WeightedSum(0, cache.k.size(), mla.v_head_dim, weight,
                     [&](std::size_t t, std::size_t d) { return kv[t][at + nope + d]; });
     out.insert(out.end(), head.begin(), head.end());
   }

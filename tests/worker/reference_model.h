@@ -15,7 +15,8 @@ namespace weft {
 
 // A forward pass of any family in plain loops and double precision, with matrices rounded to one
 // storage format, what is cached of a token to a type, and inputs of products where this CPU's
-// kernels round them (kernels/linear.h): what a precision costs by itself. With
+// kernels round them (kernels/linear.h; with bfloat16, as of such a --dtype, those of attention):
+// what a precision costs by itself. With
 // integers, routers and the up-projections of latents are float32, as LoadDecoderWeights() says of
 // a float32 model. Biases,
 // norms and experts are there where the checkpoint has them; MLA is decompressed.

@@ -13,8 +13,8 @@ absl::StatusOr<std::unique_ptr<AttentionLayer>> MakeAttentionLayer(
     const ModelConfig& config, const ShardLayout& layout, const AttentionOptions& options,
     KvCache& cache, Communicator& dcp, kernels::Stream& stream) {
   ASSIGN_OR_RETURN(PagedAttention paged,
-                   PagedAttention::Create(config, layout, options.max_rows, options.exchange, cache,
-                                          dcp, stream));
+                   PagedAttention::Create(config, layout, options.max_rows, options.exchange,
+                                          options.round_to_bfloat16, cache, dcp, stream));
   if (!config.mla.has_value()) {
     return GqaLayer::Create(config, layout, options.max_rows, std::move(paged), stream);
   }

@@ -33,6 +33,7 @@ struct AttentionOptions {
   std::int32_t max_rows = 0;
   DcpExchange exchange = DcpExchange::kAgRs;
   std::optional<MlaForm> mla_form;  // of a prompt's rows; absent: the cheapest
+  bool round_to_bfloat16 = false;   // see kernels::GqaAttentionParams
 };
 
 // What the model of `config` attends with. References outlive it.

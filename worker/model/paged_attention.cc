@@ -8,8 +8,8 @@
 
 namespace weft {
 
-PagedAttention::PagedAttention(const ModelConfig& config, const ShardLayout& layout, KvCache& cache,
-                               DcpAttention dcp_attention)
+PagedAttention::PagedAttention(const ModelConfig& config, const ShardLayout& layout,
+                               bool round_to_bfloat16, KvCache& cache, DcpAttention dcp_attention)
     : config_(&config),
       cache_(&cache),
       dcp_attention_(std::move(dcp_attention)),
@@ -17,18 +17,19 @@ PagedAttention::PagedAttention(const ModelConfig& config, const ShardLayout& lay
       kv_heads_(layout.GroupKvHeads()),
       q_per_kv_(layout.q_per_kv()),
       block_tokens_per_rank_(layout.block_tokens_per_rank()),
-      owns_all_(layout.decode_context_parallel_size() == 1) {}
+      owns_all_(layout.decode_context_parallel_size() == 1),
+      round_to_bfloat16_(round_to_bfloat16) {}
 
 absl::StatusOr<PagedAttention> PagedAttention::Create(const ModelConfig& config,
                                                       const ShardLayout& layout,
                                                       std::int32_t max_rows, DcpExchange exchange,
-                                                      KvCache& cache, Communicator& dcp,
-                                                      kernels::Stream& stream) {
+                                                      bool round_to_bfloat16, KvCache& cache,
+                                                      Communicator& dcp, kernels::Stream& stream) {
   const std::int32_t merged_dim = MergedDim(config, layout);
   ASSIGN_OR_RETURN(
       DcpAttention dcp_attention,
       DcpAttention::Create(layout, config.head_dim, merged_dim, max_rows, exchange, dcp, stream));
-  PagedAttention attention(config, layout, cache, std::move(dcp_attention));
+  PagedAttention attention(config, layout, round_to_bfloat16, cache, std::move(dcp_attention));
   ASSIGN_OR_RETURN(attention.owned_x_,
                    kernels::Buffer::Allocate(std::int64_t{max_rows} * config.hidden_size *
                                                  static_cast<std::int64_t>(sizeof(float)),
@@ -120,7 +121,8 @@ absl::StatusOr<const float*> PagedAttention::Attend(std::int32_t layer, const Vi
                                          .block_tokens_per_rank = block_tokens_per_rank_,
                                          .max_blocks_per_seq = arrays.max_blocks_per_seq(),
                                          .kv_dtype = cache_->shape().dtype,
-                                         .scale = config_->attention_scale},
+                                         .scale = config_->attention_scale,
+                                         .round_to_bfloat16 = round_to_bfloat16_},
                                         workspace_.data(), stream));
   return out;
 }

@@ -45,8 +45,8 @@ class PagedAttention {
   // `config`, `cache` and `dcp` outlive this.
   static absl::StatusOr<PagedAttention> Create(const ModelConfig& config, const ShardLayout& layout,
                                                std::int32_t max_rows, DcpExchange exchange,
-                                               KvCache& cache, Communicator& dcp,
-                                               kernels::Stream& stream);
+                                               bool round_to_bfloat16, KvCache& cache,
+                                               Communicator& dcp, kernels::Stream& stream);
 
   // Where to write the queries that this rank projects: [num_rows, projected heads, head_dim],
   // query_stride() floats from row to row.
@@ -87,8 +87,8 @@ class PagedAttention {
   std::int64_t workspace_bytes() const;
 
  private:
-  PagedAttention(const ModelConfig& config, const ShardLayout& layout, KvCache& cache,
-                 DcpAttention dcp_attention);
+  PagedAttention(const ModelConfig& config, const ShardLayout& layout, bool round_to_bfloat16,
+                 KvCache& cache, DcpAttention dcp_attention);
 
   const ModelConfig* config_;
   KvCache* cache_;
@@ -98,6 +98,7 @@ class PagedAttention {
   std::int32_t q_per_kv_;
   std::int32_t block_tokens_per_rank_;
   bool owns_all_;
+  bool round_to_bfloat16_;
   kernels::Buffer owned_x_;   // [owned rows, hidden]
   kernels::Buffer attended_;  // [rows, group heads, value_dim]; empty where that is Partial()
   kernels::Buffer workspace_;

@@ -56,7 +56,8 @@ absl::StatusOr<std::unique_ptr<RankRunner>> RankRunner::Create(
                    MakeAttentionLayer(config, layout,
                                       {.max_rows = options.max_num_batched_tokens,
                                        .exchange = options.exchange,
-                                       .mla_form = options.mla_form},
+                                       .mla_form = options.mla_form,
+                                       .round_to_bfloat16 = options.round_to_bfloat16},
                                       cache, dcp, stream));
   std::unique_ptr<RankRunner> runner(
       new RankRunner(config, layout, weights, world, dcp, options, stream, std::move(attention)));

@@ -37,6 +37,7 @@ struct RunnerOptions {
   // Grows while a step runs, once a layer, for the watchdog; may be null.
   std::atomic<std::uint64_t>* progress = nullptr;
   std::optional<MlaForm> mla_form;  // of a prompt's rows; absent: the cheapest
+  bool round_to_bfloat16 = false;   // see kernels::GqaAttentionParams
   // Bring the logits of every row that has some to the leader, for tests against references.
   bool gather_all_logits = false;
   StepObserver* observer = nullptr;  // may be null
