@@ -52,7 +52,7 @@ bool Progress::MovedOrIdle(std::uint64_t signs) {
 
 void Progress::Observe(std::uint64_t signs) {
   const std::uint64_t now = ticks_.load(std::memory_order_relaxed) + steps() + signs;
-  if (now != observed_) Touch(absl::Now());
+  if (now != observed_) Touch();
   observed_ = now;
 }
 

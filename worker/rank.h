@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -35,14 +36,14 @@ struct GroupAgreement {
 class Progress {
  public:
   void BeginStep() {
-    began_ = absl::Now();
-    Touch(began_);
+    Touch();
+    began_ = std::chrono::steady_clock::now();
     busy_.store(true, std::memory_order_relaxed);
   }
   void EndStep() {
-    const absl::Time now = absl::Now();
-    Touch(now);
-    step_ns_.fetch_add(absl::ToInt64Nanoseconds(now - began_), std::memory_order_relaxed);
+    Touch();
+    const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - began_;
+    step_ns_.fetch_add(took.count(), std::memory_order_relaxed);
     steps_.fetch_add(1, std::memory_order_relaxed);
     busy_.store(false, std::memory_order_relaxed);
   }
@@ -67,11 +68,9 @@ class Progress {
   absl::Status CheckLiveness(absl::Duration timeout) const;
 
  private:
-  void Touch(absl::Time now) {
-    last_progress_ns_.store(absl::ToUnixNanos(now), std::memory_order_relaxed);
-  }
+  void Touch() { last_progress_ns_.store(absl::GetCurrentTimeNanos(), std::memory_order_relaxed); }
 
-  absl::Time began_;  // the executor's
+  std::chrono::steady_clock::time_point began_;  // the executor's
   std::atomic<bool> busy_{false};
   std::atomic<std::int64_t> step_ns_{0};
   std::atomic<std::uint64_t> steps_{0};

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <limits>
 #include <numbers>
-#include <type_traits>
 
 #include "fmt/format.h"
 #include "kernels/cpu/attention_parts.h"

@@ -28,7 +28,7 @@ constexpr std::int64_t NumQueries(const AttentionItem& item) {
 }
 
 // A query's running result: [PaddedDim(value_dim)] weighted sum of V, then the largest score, or
-// what weights are relative to, and the sum of exp(score - largest).
+// what weights are relative to, and the sum of exp(score - largest); DotAttendKeys() has one more.
 constexpr std::int64_t PaddedDim(std::int64_t dim) { return (dim + 15) / 16 * 16; }
 constexpr std::int64_t RecordFloats(std::int64_t value_dim) { return PaddedDim(value_dim) + 16; }
 

@@ -15,7 +15,6 @@ namespace weft::kernels {
 namespace {
 
 constexpr std::int64_t kLanes = 16;
-constexpr std::int64_t kTilePairs = kTileKeys / 2;
 constexpr int kMostPanels = 4;  // their sums, w and a broadcast x: 29 of 32 registers
 constexpr int kMostRows = 6;
 constexpr std::int64_t kLine = 64;
@@ -57,23 +56,19 @@ AVX512_DOT void LoadK(const GqaAttentionParams& p, const TileKeys& keys, std::ui
   const std::int64_t first = keys.begin / kLanes * kLanes;
   if (p.block_tokens_per_rank % kLanes != 0) {
     for (std::int64_t panel = first; panel < keys.end; panel += kLanes) {
+      alignas(64) float values[kMaxHeadDim][kLanes] = {};
+      for (std::int64_t key = std::max(panel, keys.begin); key < std::min(panel + kLanes, keys.end);
+           ++key) {
+        const KvPlace place = PlaceOf(p, p.k_blocks, keys.slot, keys.kv_head, key);
+        for (std::int32_t i = 0; i < p.head_dim; ++i) {
+          values[i][key - panel] = LoadElement(
+              place.block, KIndex(place.token, i, p.head_dim, p.block_tokens_per_rank), kDType);
+        }
+      }
       std::uint32_t* const to = out + (panel - keys.tile) * dim / 2;
-      for (std::int64_t pair = 0; pair < dim / 2; ++pair) {
-        alignas(64) float values[2][kLanes] = {};
-        ForBlocks(p, p.k_blocks, keys.slot, keys.kv_head, std::max(panel, keys.begin),
-                  std::min(panel + kLanes, keys.end),
-                  [&](std::int64_t key, std::int64_t stop, const KvPlace& place) {
-                    for (std::int32_t token = place.token; key < stop; ++key, ++token) {
-                      for (std::int32_t i = 0; i < 2; ++i) {
-                        const std::int64_t at =
-                            KIndex(token, static_cast<std::int32_t>(2 * pair) + i, p.head_dim,
-                                   p.block_tokens_per_rank);
-                        values[i][key - panel] = LoadElement(place.block, at, kDType);
-                      }
-                    }
-                  });
-        _mm512_storeu_si512(to + pair * kLanes,
-                            Pairs(_mm512_load_ps(values[0]), _mm512_load_ps(values[1])));
+      for (std::int64_t i = 0; i < dim; i += 2) {
+        _mm512_storeu_si512(to + i / 2 * kLanes,
+                            Pairs(_mm512_load_ps(values[i]), _mm512_load_ps(values[i + 1])));
       }
     }
     return;
@@ -270,7 +265,7 @@ AVX512_DOT inline __m512 Exp2(__m512 x, __m512 shift) {
 }
 
 // One query's step of the online softmax of scores in base 2: scores[lo, hi) become weights,
-// [kTilePairs] pairs in the first half of their memory, 0 elsewhere. They are relative to the
+// pairs in the first half of their memory, 0 where unseen or -inf. They are relative to the
 // largest score so far, rounded up to an integer: so that a weight is rounded alike whatever other
 // scores there are, and layouts differ by the order of sums alone. record[padded_dim + 2] is that
 // integer, record[padded_dim] the same in base e.
@@ -278,13 +273,14 @@ AVX512_DOT void SoftmaxStep(float* scores, std::int64_t lo, std::int64_t hi, flo
                             std::int64_t padded_dim) {
   constexpr int kVectors = kTileKeys / kLanes;
   constexpr float kLn2 = 0.693147181F;
-  constexpr float kFloor = -1e6F;  // 2^kFloor is 0
   const std::uint64_t below_hi = hi == kTileKeys ? ~std::uint64_t{0} : (std::uint64_t{1} << hi) - 1;
   const std::uint64_t seen = lo == kTileKeys ? 0 : below_hi >> lo << lo;
+  // Finite, so that nothing is taken from infinity: 2^kFloor is 0 beside any other score.
+  constexpr float kFloor = std::numeric_limits<float>::lowest();
   const __m512 lowest = _mm512_set1_ps(kFloor);
   __m512 score[kVectors];
   for (int i = 0; i < kVectors; ++i) {
-    // A NaN stays one.
+    // In this order a NaN stays one.
     score[i] = _mm512_max_ps(
         lowest, _mm512_mask_loadu_ps(lowest, static_cast<__mmask16>(seen >> (i * kLanes)),
                                      scores + i * kLanes));
@@ -292,7 +288,7 @@ AVX512_DOT void SoftmaxStep(float* scores, std::int64_t lo, std::int64_t hi, flo
   const float top = std::ceil(_mm512_reduce_max_ps(
       _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]))));
   const bool first = record[padded_dim] == kLowest;
-  if (first && seen == 0) {
+  if (first && top == kFloor) {
     _mm512_storeu_si512(scores, _mm512_setzero_si512());
     _mm512_storeu_si512(scores + kLanes, _mm512_setzero_si512());
     return;

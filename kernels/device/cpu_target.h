@@ -19,7 +19,7 @@ absl::Status InitCpuTarget();
 absl::Status ForceCpuTarget(std::string_view name);
 
 // Whether that is "avx512_bf16": then a product whose weights are not fp32 or float16 rounds its
-// input, too (linear.h).
+// input, too (linear.h), and attention what it is allowed to (attention.h).
 bool HasDotProducts();
 
 // The target in use, as named above; for the start-up log.

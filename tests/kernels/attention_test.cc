@@ -396,6 +396,84 @@ TEST_P(AttentionTest, UnseenInfinityDoesNotReachARow) {
   }
 }
 
+// Few queries may take another way through the keys than many.
+TEST_P(AttentionTest, OneRowIsTheSameInABatch) {
+  CpuStream stream(2);
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const bool round : {false, true}) {
+      for (const std::int32_t block_tokens : {16, 24, 64}) {
+        SCOPED_TRACE(std::string(DTypeName(dtype)) + (round ? " rounded, " : ", ") +
+                     std::to_string(block_tokens) + " tokens a block");
+        Rng rng(7);
+        const Shape shape = {3, 1, 0, 0, 3, 64, block_tokens, dtype, /*latent_dim=*/0, round};
+        Case attention(rng, shape, {700}, stream);
+        for (std::int32_t i = 0; i < 40; ++i) attention.AddRow(rng, 0, 2 * i + 1, 651 + i);
+        const Case::Result together = attention.Run(stream);
+        attention.ExpectRight(together);
+        const std::size_t row_floats = together.out.size() / 40;
+        for (std::size_t row = 0; row < 40; ++row) {
+          const Case::Result alone = attention.Run(stream, row, 1);
+          ASSERT_EQ(std::memcmp(alone.out.data(), together.out.data() + row * row_floats,
+                                row_floats * sizeof(float)),
+                    0)
+              << "row " << row;
+        }
+      }
+    }
+  }
+}
+
+// However low the scores are, what a row does not see has no weight.
+TEST_P(AttentionTest, LowScoresLeaveUnseenKeysOut) {
+  CpuStream stream(2);
+  for (const bool round : {false, true}) {
+    for (const float size : {1e3F, 1e6F, 1e15F}) {
+      Rng rng(8);
+      const Shape shape = {1, 1, 0, 0, 1, 64, 16, DType::kFloat32, /*latent_dim=*/0, round};
+      Case attention(rng, shape, {300}, stream);
+      for (const std::int32_t visible : {10, 200}) attention.AddRow(rng, 0, 0, visible);
+      // All scores are the same power of two, so that each key has the same weight.
+      std::fill(attention.q.begin(), attention.q.end(), size);
+      const std::int64_t elements =
+          static_cast<std::int64_t>(attention.k_blocks.size() / sizeof(float));
+      for (std::int64_t i = 0; i < elements; ++i) {
+        StoreElement(attention.k_blocks.data(), i, DType::kFloat32, -size);
+      }
+      for (std::vector<float>& k : attention.k) std::fill(k.begin(), k.end(), -size);
+      const Case::Result together = attention.Run(stream);
+      const Case::Result alone = attention.Run(stream, 0, 1);
+      ASSERT_EQ(std::memcmp(alone.out.data(), together.out.data(), 64 * sizeof(float)), 0);
+      for (std::int32_t dim = 0; dim < 64; ++dim) {
+        double sum = 0;
+        for (std::int32_t token = 0; token < 10; ++token) sum += attention.v[0][token * 64 + dim];
+        ASSERT_NEAR(alone.out[dim], sum / 10, 1e-2) << "size " << size << " dim " << dim;
+      }
+    }
+  }
+}
+
+// Keys without any weight are as keys that are not seen.
+TEST_P(AttentionTest, ScoresOfMinusInfinityAreEmpty) {
+  CpuStream stream(2);
+  for (const bool round : {false, true}) {
+    Rng rng(9);
+    const Shape shape = {1, 1, 0, 0, 1, 16, 16, DType::kFloat32, /*latent_dim=*/0, round};
+    Case attention(rng, shape, {20}, stream);
+    attention.AddRow(rng, 0, 0, 20);
+    std::fill(attention.q.begin(), attention.q.end(), 0.0F);
+    attention.q[0] = 1.0F;
+    const std::int64_t elements =
+        static_cast<std::int64_t>(attention.k_blocks.size() / sizeof(float));
+    for (std::int64_t i = 0; i < elements; ++i) {
+      StoreElement(attention.k_blocks.data(), i, DType::kFloat32, -3e38F);
+    }
+    attention.scale = 100.0F;
+    const Case::Result result = attention.Run(stream);
+    EXPECT_EQ(result.lse[0], -kInfinity);
+    EXPECT_EQ(result.out[0], 0.0F);
+  }
+}
+
 TEST_P(AttentionTest, RefusesOtherDims) {
   CpuStream stream(1);
   for (const std::int32_t head_dim : {0, 4, 12, 264}) {

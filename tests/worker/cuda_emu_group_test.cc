@@ -290,7 +290,10 @@ TEST_P(CudaEmuGroupTest, LowerPrecisionCostsWhatThePrecisionCosts) {
   // The prompt and the reference's tokens: the logits of its last positions chose those tokens.
   std::vector<std::int32_t> ids = prompt.ids;
   ids.insert(ids.end(), prompt.greedy.begin(), prompt.greedy.begin() + kSteps - 1);
-  const auto reference = ReferenceModel(dir, WeightFormat::kBFloat16, DType::kBFloat16).Logits(ids);
+  // Tensor cores take rounded inputs, whatever this CPU does.
+  const auto reference = ReferenceModel(dir, WeightFormat::kBFloat16, DType::kBFloat16,
+                                        DType::kBFloat16, /*rounds=*/true)
+                             .Logits(ids);
 
   LocalGroupOptions options = OptionsOf(dir, {2, 2, 16, 2, DcpExchange::kA2a});
   options.model.dtype = DType::kBFloat16;

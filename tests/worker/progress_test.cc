@@ -27,6 +27,23 @@ TEST(ProgressTest, OneThatIsIdleIsAlive) {
   EXPECT_EQ(progress.steps(), 1U);
 }
 
+TEST(ProgressTest, OnlyTimeInStepsCounts) {
+  Progress progress;
+  const absl::Time start = absl::Now();
+  absl::SleepFor(absl::Milliseconds(20));
+  EXPECT_EQ(progress.step_time(), absl::ZeroDuration());
+  progress.BeginStep();
+  absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_EQ(progress.step_time(), absl::ZeroDuration());
+  progress.EndStep();
+  const absl::Duration one = progress.step_time();
+  EXPECT_GE(one, absl::Milliseconds(5));
+  EXPECT_LE(one, absl::Now() - start - absl::Milliseconds(19));
+  progress.BeginStep();
+  progress.EndStep();
+  EXPECT_GE(progress.step_time(), one);
+}
+
 TEST(ProgressTest, AStepThatDoesNotGetOnIsNamed) {
   Progress progress;
   progress.BeginStep();

@@ -126,9 +126,14 @@ std::vector<int> Choose(const MoeConfig& moe, const std::vector<double>& ranks) 
 
 }  // namespace
 
-ReferenceModel::ReferenceModel(const std::filesystem::path& dir, WeightFormat weights, DType kv)
+ReferenceModel::ReferenceModel(const std::filesystem::path& dir, WeightFormat weights, DType kv,
+                               std::optional<DType> dtype, bool rounds)
     : config_(*LoadModelConfig(dir)),
       weights_(weights),
+      round_inputs_(rounds && weights != WeightFormat::kFloat32 &&
+                    weights != WeightFormat::kFloat16),
+      round_attention_(rounds && dtype.value_or(DTypeOf(weights).value_or(DType::kFloat32)) ==
+                                     DType::kBFloat16),
       kv_(kv),
       rope_(ComputeRopeFrequencies(config_.rope, config_.rotary_dim)) {
   for (const auto& file : std::filesystem::directory_iterator(dir)) {
@@ -148,10 +153,7 @@ ReferenceModel::Vector ReferenceModel::Linear(const std::string& name, const Vec
   Vector y(w.size() / x.size());
   Vector inputs = x;
   const bool integers = !DTypeOf(weights_).has_value();
-  if (kernels::HasDotProducts() &&
-      (weights_ == WeightFormat::kBFloat16 || (integers && !StaysFloat(name)))) {
-    RoundInputs(weights_, inputs);
-  }
+  if (round_inputs_ && !(integers && StaysFloat(name))) RoundInputs(weights_, inputs);
   for (std::size_t row = 0; row < y.size(); ++row) {
     const float* in = w.data() + row * x.size();
     for (std::size_t i = 0; i < x.size(); ++i) y[row] += in[i] * inputs[i];
@@ -206,9 +208,8 @@ ReferenceModel::Vector ReferenceModel::Attention(const std::string& layer, int i
     }
     return y;
   };
-  const bool rounds = weights_ == WeightFormat::kBFloat16 && kernels::HasDotProducts();
   const auto as_input = [&](Vector y) {
-    if (rounds) RoundInputs(weights_, y);
+    if (round_attention_) RoundInputs(WeightFormat::kBFloat16, y);
     return y;
   };
   // Scores in base 2, as the kernel's, so that what is rounded is the same.
@@ -225,7 +226,7 @@ ReferenceModel::Vector ReferenceModel::Attention(const std::string& layer, int i
     const auto weight = [&](std::size_t t) {
       double sum = 0;
       for (std::size_t d = 0; d < dim; ++d) sum += q[h * dim + d] * cache.k[t][kv + d];
-      return rounds ? RoundedTo(DType::kBFloat16, std::exp2(sum)) : std::exp2(sum);
+      return round_attention_ ? RoundedTo(DType::kBFloat16, std::exp2(sum)) : std::exp2(sum);
     };
     const Vector head =
         WeightedSum(first, cache.k.size(), dim, weight,

@@ -3,10 +3,12 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/types/span.h"
+#include "kernels/device/cpu_target.h"
 #include "kernels/dtype.h"
 #include "tests/golden.h"
 #include "worker/model/model_config.h"
@@ -14,15 +16,18 @@
 namespace weft {
 
 // A forward pass of any family in plain loops and double precision, with matrices rounded to one
-// storage format, what is cached of a token to a type, and inputs of products where this CPU's
-// kernels round them (kernels/linear.h; with bfloat16, as of such a --dtype, those of attention):
-// what a precision costs by itself. With
+// storage format, what is cached of a token to a type, and where `rounds` inputs of products as
+// kernels with dot products do (kernels/linear.h; with a dtype of bfloat16 those of attention, too,
+// see kernels/attention.h): what a precision costs by itself. With
 // integers, routers and the up-projections of latents are float32, as LoadDecoderWeights() says of
 // a float32 model. Biases,
 // norms and experts are there where the checkpoint has them; MLA is decompressed.
 class ReferenceModel {
  public:
-  ReferenceModel(const std::filesystem::path& dir, WeightFormat weights, DType kv);
+  // `dtype`: the model's; absent: the weights', or float32 with integers. `rounds`: see above.
+  ReferenceModel(const std::filesystem::path& dir, WeightFormat weights, DType kv,
+                 std::optional<DType> dtype = std::nullopt,
+                 bool rounds = kernels::HasDotProducts());
 
   // Logits after each token: [tokens][vocab].
   std::vector<std::vector<double>> Logits(absl::Span<const std::int32_t> token_ids) const;
@@ -53,6 +58,8 @@ class ReferenceModel {
 
   ModelConfig config_;
   WeightFormat weights_;
+  bool round_inputs_;
+  bool round_attention_;
   DType kv_;
   RopeFrequencies rope_;
   std::map<std::string, GoldenTensor> tensors_;
