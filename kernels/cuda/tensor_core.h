@@ -58,7 +58,7 @@ void FinishLdMatrix(std::uint32_t mask, LaneData* lanes) {
   const std::byte* rows[kWarpSize];
   std::uint16_t loaded[kWarpSize][8];
   for (int i = 0; i < kWarpSize; ++i) {
-    std::memcpy(&rows[i], lanes[i].bytes, sizeof(rows[i]));
+    weft::cuda_emu::TakeLane(lanes, i, &rows[i], sizeof(rows[i]));
     if (reinterpret_cast<std::uintptr_t>(rows[i]) % 16 != 0) {
       weft::cuda_emu::Fail("ldmatrix of a row that is not aligned to 16 bytes");
     }
@@ -76,7 +76,7 @@ void FinishLdMatrix(std::uint32_t mask, LaneData* lanes) {
             kTransposed ? loaded[matrix * 8 + column][row] : loaded[matrix * 8 + row][column];
       }
     }
-    std::memcpy(lanes[lane].bytes, values, sizeof(values));
+    weft::cuda_emu::PutLane(lanes, lane, values, sizeof(values));
   }
 }
 
@@ -96,7 +96,7 @@ void FinishMma(std::uint32_t mask, LaneData* lanes) {
   };
   MmaOperands operands[kWarpSize];
   for (int lane = 0; lane < kWarpSize; ++lane) {
-    std::memcpy(&operands[lane], lanes[lane].bytes, sizeof(MmaOperands));
+    weft::cuda_emu::TakeLane(lanes, lane, &operands[lane], sizeof(MmaOperands));
     const int g = lane / 4;
     const int t = lane % 4;
     for (int i = 0; i < 2; ++i) {
@@ -114,7 +114,7 @@ void FinishMma(std::uint32_t mask, LaneData* lanes) {
       for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
       c.c[r] += sum;
     }
-    std::memcpy(lanes[lane].bytes, &c, sizeof(c));
+    weft::cuda_emu::PutLane(lanes, lane, &c, sizeof(c));
   }
 }
 

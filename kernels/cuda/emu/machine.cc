@@ -51,7 +51,7 @@ constexpr std::size_t kMaxSharedBytes = 227 * 1024;
 // Of address space; pages come on first use. For the race detector every thread of a grid has a
 // stack of its own, since blocks count as running at once.
 #if defined(WEFT_EMU_TSAN)
-constexpr int kNumStacks = 4096;
+constexpr int kNumStacks = 7936;  // TSan has 8,192
 constexpr std::size_t kStackBytes = 64 * 1024;
 #else
 constexpr int kNumStacks = kMaxThreads;
@@ -441,7 +441,9 @@ std::string CheckLaunch(dim3 grid, dim3 block, std::size_t dynamic_bytes) {
 class TsanGrid {
  public:
   TsanGrid(Machine& m, std::int64_t num_threads) : m_(m) {
-    CHECK_MSG(num_threads <= kNumStacks, "too many threads in a grid for TSan; draw smaller cases");
+    CHECK_MSG(num_threads <= kNumStacks,
+              fmt::format("{} threads in a grid, TSan's limit is {}; draw smaller cases",
+                          num_threads, kNumStacks));
     m.tsan_main = __tsan_get_current_fiber();
     m.first_tsan_fiber = 0;
     Release(&m);
@@ -607,7 +609,7 @@ const LaneData* WarpMeet(std::uint32_t mask, const char* operation, Where where,
         meet->arrived, meet->operation, Line(meet->where), lane, operation, Line(where)));
   }
   LaneData* lanes = meet->lanes[meet->buffer];
-  TakeLane(reinterpret_cast<const LaneData*>(data), 0, lanes[lane].bytes, bytes);
+  PutLane(lanes, lane, data, bytes);
   meet->arrived |= std::uint32_t{1} << lane;
   if (memory == Memory::kOrdered) Release(lanes);
   if (meet->arrived == mask) {
@@ -644,6 +646,10 @@ void TakeLane(const LaneData* lanes, int lane, void* out, std::size_t bytes) {
   const auto* from = reinterpret_cast<const volatile std::byte*>(lanes + lane);
   auto* to = static_cast<volatile std::byte*>(out);
   for (std::size_t i = 0; i < bytes; ++i) to[i] = from[i];
+}
+
+void PutLane(LaneData* lanes, int lane, const void* data, std::size_t bytes) {
+  TakeLane(reinterpret_cast<const LaneData*>(data), 0, lanes[lane].bytes, bytes);
 }
 
 void CopyAsync(void* to, const void* from, std::uint32_t bytes, std::uint32_t valid_bytes) {

@@ -73,6 +73,8 @@ enum class Memory : std::uint8_t { kUnordered, kOrdered };
 const LaneData* WarpMeet(std::uint32_t mask, const char* operation, Where where, Memory memory,
                          const void* data, std::size_t bytes, Finish finish = nullptr);
 void TakeLane(const LaneData* lanes, int lane, void* out, std::size_t bytes);
+// What TakeLane() of `lane` gives; for a Finish.
+void PutLane(LaneData* lanes, int lane, const void* data, std::size_t bytes);
 // One bit a lane of `mask`: its vote.
 std::uint32_t Ballot(std::uint32_t mask, bool vote, const char* operation, Where where);
 // Fails unless `lane` is in `mask`.
