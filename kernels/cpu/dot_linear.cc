@@ -25,7 +25,7 @@ constexpr std::int64_t kUnhintedRows = 3;
 constexpr std::int64_t kAheadBytes = 16384;
 constexpr std::int64_t kStreamedRows = kTileRows;
 // Values of x that a thread has rounded at a time.
-constexpr std::int64_t kRounded = 96 * 1024;
+constexpr std::int64_t kRounded = 108 * 1024;
 
 // Tiles of a piece: as even as can be, since one with few rows would wait for its own additions.
 std::int64_t NumTiles(std::int64_t num_rows) { return CeilDiv(num_rows, kTileRows); }

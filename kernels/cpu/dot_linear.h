@@ -7,7 +7,7 @@
 
 namespace weft::kernels {
 
-inline constexpr std::int64_t kDotRows = 48;  // at most, of a piece
+inline constexpr std::int64_t kDotRows = 72;  // at most, of a piece
 
 // Whether DotLinearTask() is for weights of `format`, on a CPU that HasDotProducts()
 // (device/cpu_target.h).
