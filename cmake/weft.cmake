@@ -29,14 +29,14 @@ function(weft_binary name)
 endfunction()
 
 # What the sanitizer builds build: the tests labelled for them.
-foreach(sanitizer asan tsan tsan_long)
+foreach(sanitizer asan tsan tsan_all)
   add_custom_target(${sanitizer}_tests)
 endforeach()
 
 # weft_test(name SRCS a_test.cc [DEPS targets...] [LABELS labels...] [TIMEOUT seconds])
 # One gtest binary, one ctest entry. WEFT_SOURCE_DIR tells it where tests/data is.
 # Labels: "long" is left out by scripts/test.sh without --all; "asan" / "tsan" pick what the sanitizer builds run,
-# "tsan_long" what the latter runs with --all.
+# "tsan_all" what the latter runs with --all.
 function(weft_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS" ${ARGN})
   add_executable(${name} ${ARG_SRCS})
@@ -46,7 +46,7 @@ function(weft_test name)
     set(ARG_TIMEOUT 120)
   endif()
   add_test(NAME ${name} COMMAND ${name})
-  foreach(sanitizer asan tsan tsan_long)
+  foreach(sanitizer asan tsan tsan_all)
     if(sanitizer IN_LIST ARG_LABELS)
       add_dependencies(${sanitizer}_tests ${name})
     endif()

@@ -37,12 +37,12 @@ if PATH=$PATH:/usr/local/cuda/bin command -v nvcc >/dev/null; then
   scripts/build.sh cuda weft_cuda
 fi
 if [ "$all" = 1 ]; then
-  run_tests release -LE full_product
-  run_tests release -L full_product -j "$jobs"
+  run_tests release -LE '^full_product$'
+  run_tests release -L '^full_product$' -j "$jobs"
 else
-  run_tests release -LE 'long|e2e' -j "$jobs"
+  run_tests release -LE '^(long|e2e)$' -j "$jobs"
   # Most run alone: they start many processes, and some of them measure.
-  run_tests release -L e2e -LE long -j "$jobs"
+  run_tests release -L '^e2e$' -LE '^long$' -j "$jobs"
 fi
 
 if [ "$sanitizers" = 1 ]; then
@@ -53,8 +53,8 @@ if [ "$sanitizers" = 1 ]; then
     run_tests "$preset" -L "^$preset\$" -j "$jobs"
   done
   if [ "$all" = 1 ]; then
-    cmake --build build/tsan -j "$jobs" --target tsan_long_tests
-    run_tests tsan -L tsan_long -j "$jobs"
+    cmake --build build/tsan -j "$jobs" --target tsan_all_tests
+    run_tests tsan -L '^tsan_all$' -j "$jobs"
   fi
   scripts/fuzz.sh 60
 fi
