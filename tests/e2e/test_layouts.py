@@ -73,6 +73,8 @@ def test_the_emulated_gpu_gives_the_references_tokens(cell, tmp_path):
 
 SMOLLM2 = ROOT / "models/smollm2-135m-instruct"
 SMOLLM2_FP32 = ROOT / "models/smollm2-135m-instruct-fp32"
+# Of the two best logits, whose range is about 30: law 2 would allow 0.6 apart in bfloat16.
+NEAR_TIE = 0.05
 
 
 @pytest.mark.parametrize("t,n,i", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 64), (3, 3, 16), (4, 2, 16)])
@@ -89,7 +91,13 @@ def test_smollm2_gives_the_references_tokens(t, n, i, tmp_path):
                      "--max-model-len=2K") as cluster:
             got = cluster.generate("--prompts-file", prompts_file, "--temperature=0")
             for result, prompt in zip(got, reference["prompts"], strict=True):
-                assert result["token_ids"] == prompt[weights]["greedy"], (prompt["name"], weights)
+                want = prompt[weights]["greedy"]
+                differ = next((k for k, (a, b) in enumerate(zip(result["token_ids"], want)) if a != b), None)
+                if weights == "bf16" and differ is not None:
+                    # The reference does not round the inputs of its products; a CPU with dot products does.
+                    assert prompt[weights]["margins"][differ] < NEAR_TIE, (prompt["name"], differ)
+                    continue
+                assert result["token_ids"] == want, (prompt["name"], weights)
                 assert result["finish_reason"] == ("stop" if prompt[weights]["finish"] == "stop" else "length")
             text = cluster.generate("--prompt", reference["prompts"][0]["text"], "--temperature=0",
                                     "--max-tokens=64")[0]
