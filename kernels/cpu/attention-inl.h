@@ -90,14 +90,8 @@ void AppendRowsOf(const KvAppendParams& p, std::int64_t begin, std::int64_t end)
 }
 
 void AppendRows(const KvAppendParams& p, std::int64_t begin, std::int64_t end) {
-  switch (p.kv_dtype) {
-    case DType::kFloat32:
-      return AppendRowsOf<DType::kFloat32>(p, begin, end);
-    case DType::kBFloat16:
-      return AppendRowsOf<DType::kBFloat16>(p, begin, end);
-    case DType::kFloat16:
-      return AppendRowsOf<DType::kFloat16>(p, begin, end);
-  }
+  WithDType(p.kv_dtype,
+            [&](auto dtype) HWY_ATTR { AppendRowsOf<decltype(dtype)::value>(p, begin, end); });
 }
 
 // K of keys [begin, end) of the tile from `tile` on as panels [kTileKeys / 16][head_dim][16]. Lanes
@@ -265,9 +259,9 @@ void AddValues(const GqaAttentionParams& p, const TileKeys& keys, bool direct, s
 
 // The keys of one tile for all rows of an item.
 template <DType kDType>
-void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int64_t tile,
-                std::int64_t begin, std::int64_t end, const AttentionScratch& scratch,
-                float* HWY_RESTRICT records) {
+void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, const TileKeys& keys,
+                const AttentionScratch& scratch, float* HWY_RESTRICT records) {
+  const std::int64_t tile = keys.tile;
   const std::int64_t padded = PaddedDim(p.value_dim);
   const std::int64_t record_floats = RecordFloats(p.value_dim);
   const bool latent = p.v_blocks == nullptr;
@@ -276,17 +270,11 @@ void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int
   // Few queries: one or two passes, which widening would only prolong.
   const bool direct = !latent && num_rows * heads <= 2 * kTileRows && padded == p.head_dim &&
                       p.block_tokens_per_rank % kPanelWidth == 0;
-  const TileKeys keys = {.slot = p.row_slot[item.first_row],
-                         .kv_head = item.kv_head,
-                         .tile = tile,
-                         .begin = begin,
-                         .end = end,
-                         .last = p.visible_len[item.end_row - 1]};
   Scores<kDType>(p, keys, direct, num_rows * heads, scratch);
   if (latent) {
-    TakeValues(p, tile, begin, end, scratch);
+    TakeValues(p, tile, keys.begin, keys.end, scratch);
   } else if (!direct) {
-    WidenV<kDType>(p, keys.slot, keys.kv_head, tile, begin, end, scratch.v);
+    WidenV<kDType>(p, keys.slot, keys.kv_head, tile, keys.begin, keys.end, scratch.v);
   }
 
   const auto bounds = [&](std::int64_t row) {
@@ -314,26 +302,12 @@ void AttendTile(const GqaAttentionParams& p, const AttentionItem& item, std::int
   }
 }
 
-template <DType kDType>
-void AttendKeysOf(const GqaAttentionParams& p, const AttentionItem& item, std::int64_t begin,
-                  std::int64_t end, const AttentionScratch& scratch, float* HWY_RESTRICT records) {
-  for (std::int64_t tile = begin / kTileKeys * kTileKeys; tile < end; tile += kTileKeys) {
-    AttendTile<kDType>(p, item, tile, std::max(begin, tile), std::min(end, tile + kTileKeys),
-                       scratch, records);
-  }
-}
-
-// Adds the keys of [begin, end) that each row sees to the item's records; scratch.q is ready.
-void AttendKeys(const GqaAttentionParams& p, const AttentionItem& item, std::int64_t begin,
-                std::int64_t end, const AttentionScratch& scratch, float* records) {
-  switch (p.kv_dtype) {
-    case DType::kFloat32:
-      return AttendKeysOf<DType::kFloat32>(p, item, begin, end, scratch, records);
-    case DType::kBFloat16:
-      return AttendKeysOf<DType::kBFloat16>(p, item, begin, end, scratch, records);
-    case DType::kFloat16:
-      return AttendKeysOf<DType::kFloat16>(p, item, begin, end, scratch, records);
-  }
+// Adds the keys of a tile that each row sees to the item's records; scratch.q is ready.
+void AttendKeys(const GqaAttentionParams& p, const AttentionItem& item, const TileKeys& keys,
+                const AttentionScratch& scratch, float* records) {
+  WithDType(p.kv_dtype, [&](auto dtype) HWY_ATTR {
+    AttendTile<decltype(dtype)::value>(p, item, keys, scratch, records);
+  });
 }
 
 }  // namespace weft::kernels::HWY_NAMESPACE

@@ -187,7 +187,16 @@ class Launch {
   void Attend(const AttentionItem& item, std::int64_t begin, std::int64_t end,
               const AttentionScratch& scratch, float* records) const {
     ClearRecords(item, records);
-    attend_(p_, item, begin, end, scratch, records);
+    for (std::int64_t tile = begin / kTileKeys * kTileKeys; tile < end; tile += kTileKeys) {
+      attend_(p_, item,
+              {.slot = p_.row_slot[item.first_row],
+               .kv_head = item.kv_head,
+               .tile = tile,
+               .begin = std::max(begin, tile),
+               .end = std::min(end, tile + kTileKeys),
+               .last = p_.visible_len[item.end_row - 1]},
+              scratch, records);
+    }
   }
 
   void RunItem(std::int64_t index, int thread) const {

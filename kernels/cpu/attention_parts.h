@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/attention.h"
 
@@ -57,6 +58,19 @@ struct AttentionScratch {
     running = part + queries * RecordFloats(value_dim);
   }
 };
+
+// Calls body(std::integral_constant<DType, dtype>()).
+template <typename Body>
+void WithDType(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return body(std::integral_constant<DType, DType::kFloat32>());
+    case DType::kBFloat16:
+      return body(std::integral_constant<DType, DType::kBFloat16>());
+    case DType::kFloat16:
+      return body(std::integral_constant<DType, DType::kFloat16>());
+  }
+}
 
 // A local token of a sequence and KV head: where its block's K or V is, and where in it.
 struct KvPlace {

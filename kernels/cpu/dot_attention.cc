@@ -10,6 +10,7 @@
 
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/dot_products.h"
+#include "server/base/ceil_div.h"
 
 namespace weft::kernels {
 namespace {
@@ -77,7 +78,7 @@ AVX512_DOT void LoadK(const GqaAttentionParams& p, const TileKeys& keys, std::ui
     const std::byte* in = place.block + place.token * dim * kBytes;
     const std::byte* next = NextTile(p, keys, p.k_blocks, key);
     std::uint32_t* to = out + (key - keys.tile) * dim / 2;
-    const std::int64_t steps = (stop - key + kLanes - 1) / kLanes * dim / 2;
+    const std::int64_t steps = CeilDiv(stop - key, kLanes) * dim / 2;
     for (std::int64_t i = 0; i < steps; ++i, in += 2 * kLanes * kBytes, to += kLanes) {
       if (next != nullptr) __builtin_prefetch(next + i * 2 * kLanes * kBytes, 0, 2);
       _mm512_storeu_si512(to, LoadPairs<kDType>(in, in + kLanes * kBytes));
@@ -236,7 +237,7 @@ AVX512_DOT void MultiplyTile(const Product& m, const Panels& w, std::int64_t row
 
 template <typename Panels>
 AVX512_DOT void Multiply(const Product& m, const Panels& w) {
-  const std::int64_t tiles = (m.num_rows + kMostRows - 1) / kMostRows;
+  const std::int64_t tiles = CeilDiv(m.num_rows, kMostRows);
   for (std::int64_t panel = 0; panel < m.num_panels;) {
     const std::int64_t panels = std::min<std::int64_t>(kMostPanels, m.num_panels - panel);
     WithRows<kMostPanels>(panels, [&](auto count) AVX512_DOT {
@@ -360,7 +361,7 @@ AVX512_DOT void AttendTile(const GqaAttentionParams& p, const AttentionItem& ite
                           .x_stride = dim / 2,
                           .num_rows = num_rows * heads,
                           .num_pairs = dim / 2,
-                          .num_panels = (keys.end - keys.tile + kLanes - 1) / kLanes - first_panel,
+                          .num_panels = CeilDiv(keys.end - keys.tile, kLanes) - first_panel,
                           .acc = scratch.scores + first_panel * kLanes,
                           .acc_stride = kTileKeys,
                           .from_zero = true};
@@ -417,21 +418,6 @@ AVX512_DOT void AttendTile(const GqaAttentionParams& p, const AttentionItem& ite
   }
 }
 
-template <DType kDType>
-void AttendKeysOf(const GqaAttentionParams& p, const AttentionItem& item, std::int64_t begin,
-                  std::int64_t end, const AttentionScratch& scratch, float* records) {
-  for (std::int64_t tile = begin / kTileKeys * kTileKeys; tile < end; tile += kTileKeys) {
-    AttendTile<kDType>(p, item,
-                       {.slot = p.row_slot[item.first_row],
-                        .kv_head = item.kv_head,
-                        .tile = tile,
-                        .begin = std::max(begin, tile),
-                        .end = std::min(end, tile + kTileKeys),
-                        .last = p.visible_len[item.end_row - 1]},
-                       scratch, records);
-  }
-}
-
 }  // namespace
 
 AVX512_DOT void RoundToPairs(float* values, std::int64_t count) {
@@ -443,16 +429,11 @@ AVX512_DOT void RoundToPairs(float* values, std::int64_t count) {
   }
 }
 
-void DotAttendKeys(const GqaAttentionParams& p, const AttentionItem& item, std::int64_t begin,
-                   std::int64_t end, const AttentionScratch& scratch, float* records) {
-  switch (p.kv_dtype) {
-    case DType::kFloat32:
-      return AttendKeysOf<DType::kFloat32>(p, item, begin, end, scratch, records);
-    case DType::kBFloat16:
-      return AttendKeysOf<DType::kBFloat16>(p, item, begin, end, scratch, records);
-    case DType::kFloat16:
-      return AttendKeysOf<DType::kFloat16>(p, item, begin, end, scratch, records);
-  }
+void DotAttendKeys(const GqaAttentionParams& p, const AttentionItem& item, const TileKeys& keys,
+                   const AttentionScratch& scratch, float* records) {
+  WithDType(p.kv_dtype, [&](auto dtype) {
+    AttendTile<decltype(dtype)::value>(p, item, keys, scratch, records);
+  });
 }
 
 }  // namespace weft::kernels
@@ -465,7 +446,7 @@ void RoundToPairs(float*, std::int64_t) {
   CheckFailed(__FILE__, __LINE__, "HasDotProducts()", "no such CPU");
 }
 
-void DotAttendKeys(const GqaAttentionParams&, const AttentionItem&, std::int64_t, std::int64_t,
+void DotAttendKeys(const GqaAttentionParams&, const AttentionItem&, const TileKeys&,
                    const AttentionScratch&, float*) {
   CheckFailed(__FILE__, __LINE__, "HasDotProducts()", "no such CPU");
 }

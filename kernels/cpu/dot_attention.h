@@ -15,7 +15,7 @@ void RoundToPairs(float* values, std::int64_t count);
 // pairs of bfloat16: K, V and the softmax's weights are rounded as RoundToPairs() does, and the sum
 // that divides is of the rounded weights. scratch.q: scaled for scores in base 2 (times log2(e)),
 // through RoundToPairs(). On a CPU that HasDotProducts().
-void DotAttendKeys(const GqaAttentionParams& p, const AttentionItem& item, std::int64_t begin,
-                   std::int64_t end, const AttentionScratch& scratch, float* records);
+void DotAttendKeys(const GqaAttentionParams& p, const AttentionItem& item, const TileKeys& keys,
+                   const AttentionScratch& scratch, float* records);
 
 }  // namespace weft::kernels
