@@ -16,8 +16,14 @@ namespace weft::kernels {
 namespace {
 
 constexpr std::int64_t kLanes = 16;
-constexpr int kMostPanels = 4;  // their sums, w and a broadcast x: 29 of 32 registers
+// A tile's sums, w and a broadcast x are in 32 registers. With few rows more panels are side by
+// side, lest sums wait for their own additions.
+constexpr int kMostPanels = 4;
 constexpr int kMostRows = 6;
+// Queries that take K and V as they lie in memory: with more, each of several tiles of rows would
+// load them again.
+constexpr int kDirectPanels = 2;
+constexpr int kDirectRows = 12;
 constexpr std::int64_t kLine = 64;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
@@ -235,21 +241,36 @@ AVX512_DOT void MultiplyTile(const Product& m, const Panels& w, std::int64_t row
   }
 }
 
-template <typename Panels>
-AVX512_DOT void Multiply(const Product& m, const Panels& w) {
-  const std::int64_t tiles = CeilDiv(m.num_rows, kMostRows);
+template <int kRows, int kPanels, typename Panels>
+AVX512_DOT void MultiplyTiles(const Product& m, const Panels& w) {
+  const std::int64_t tiles = CeilDiv(m.num_rows, kRows);
   for (std::int64_t panel = 0; panel < m.num_panels;) {
-    const std::int64_t panels = std::min<std::int64_t>(kMostPanels, m.num_panels - panel);
-    WithRows<kMostPanels>(panels, [&](auto count) AVX512_DOT {
+    const std::int64_t panels = std::min<std::int64_t>(kPanels, m.num_panels - panel);
+    WithRows<kPanels>(panels, [&](auto count) AVX512_DOT {
       // Even tiles: one with few rows would wait for its own additions.
       for (std::int64_t tile = 0; tile < tiles; ++tile) {
         const std::int64_t row = m.num_rows * tile / tiles;
-        WithRows<kMostRows>(m.num_rows * (tile + 1) / tiles - row, [&](auto rows) AVX512_DOT {
+        WithRows<kRows>(m.num_rows * (tile + 1) / tiles - row, [&](auto rows) AVX512_DOT {
           MultiplyTile<decltype(rows)::value, decltype(count)::value>(m, w, row, panel);
         });
       }
     });
     panel += panels;
+  }
+}
+
+template <typename Panels>
+AVX512_DOT void Multiply(const Product& m, const Panels& w) {
+  MultiplyTiles<kMostRows, kMostPanels>(m, w);
+}
+
+// Of up to kDirectRows rows: each panel is loaded once.
+template <typename Panels>
+AVX512_DOT void MultiplyOnce(const Product& m, const Panels& w) {
+  if (m.num_rows <= kMostRows) {
+    MultiplyTiles<kMostRows, kMostPanels>(m, w);
+  } else {
+    MultiplyTiles<kDirectRows, kDirectPanels>(m, w);
   }
 }
 
@@ -353,7 +374,7 @@ AVX512_DOT void AttendTile(const GqaAttentionParams& p, const AttentionItem& ite
     together = together && lo <= keys.begin && hi >= keys.end;
   }
   // Few queries take K and V as they lie in memory: loading them first would only prolong that.
-  const bool direct = together && num_rows * heads <= kMostRows && dim == padded &&
+  const bool direct = together && num_rows * heads <= kDirectRows && dim == padded &&
                       p.block_tokens_per_rank % kLanes == 0;
 
   const std::int64_t first_panel = (keys.begin - keys.tile) / kLanes;
@@ -366,7 +387,7 @@ AVX512_DOT void AttendTile(const GqaAttentionParams& p, const AttentionItem& ite
                           .acc_stride = kTileKeys,
                           .from_zero = true};
   if (direct) {
-    Multiply(scores, StoredK<kDType>(p, keys, first_panel));
+    MultiplyOnce(scores, StoredK<kDType>(p, keys, first_panel));
   } else {
     auto* const k = reinterpret_cast<std::uint32_t*>(scratch.k);
     LoadK<kDType>(p, keys, k);
@@ -399,8 +420,8 @@ AVX512_DOT void AttendTile(const GqaAttentionParams& p, const AttentionItem& ite
   const Product all = values(0, num_rows, keys.begin, keys.end);
   const std::int64_t first_pair = (keys.begin - keys.tile) / 2;
   if (direct) {
-    return Multiply(all, StoredV<kDType>{.v = FindV<kDType>(p, keys, keys.begin, keys.end),
-                                         .first_pair = first_pair});
+    return MultiplyOnce(all, StoredV<kDType>{.v = FindV<kDType>(p, keys, keys.begin, keys.end),
+                                             .first_pair = first_pair});
   }
   auto* const v = reinterpret_cast<std::uint32_t*>(scratch.v);
   const auto loaded = [&](std::int64_t pair) -> LoadedPairs {

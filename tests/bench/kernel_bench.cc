@@ -126,12 +126,13 @@ struct KvPool {
   Buffer v;
   std::vector<std::int32_t> block_table;
   std::int32_t blocks_per_seq;
+  std::int32_t kv_heads;
   DType dtype;
 
-  KvPool(std::int32_t num_seqs, std::int32_t context_len, DType dtype)
-      : blocks_per_seq(context_len / kBlockTokens + 1), dtype(dtype) {
+  KvPool(std::int32_t num_seqs, std::int32_t context_len, std::int32_t kv_heads, DType dtype)
+      : blocks_per_seq(context_len / kBlockTokens + 1), kv_heads(kv_heads), dtype(dtype) {
     const std::int64_t blocks = std::int64_t{num_seqs} * blocks_per_seq;
-    const std::int64_t bytes = blocks * kKvHeads * kBlockTokens * kHeadDim * DTypeBytes(dtype);
+    const std::int64_t bytes = blocks * kv_heads * kBlockTokens * kHeadDim * DTypeBytes(dtype);
     k = *Buffer::Allocate(bytes);
     v = *Buffer::Allocate(bytes);
     // 0x3C3C is a small positive number in all types.
@@ -179,10 +180,10 @@ GqaAttentionParams AttentionOf(const KvPool& pool, const Rows& rows, bool round,
           .lse = lse,
           .num_rows = rows.size(),
           .num_q_heads = kHeads,
-          .num_kv_heads = kKvHeads,
+          .num_kv_heads = pool.kv_heads,
           .first_q_head = 0,
           .first_kv_head = 0,
-          .q_per_kv = kHeads / kKvHeads,
+          .q_per_kv = kHeads / pool.kv_heads,
           .head_dim = kHeadDim,
           .value_dim = kHeadDim,
           .block_tokens_per_rank = kBlockTokens,
@@ -192,18 +193,19 @@ GqaAttentionParams AttentionOf(const KvPool& pool, const Rows& rows, bool round,
           .round_to_bfloat16 = round};
 }
 
-// Args: dtype, sequences, context, rows a sequence, whether to round to bfloat16. Several layers'
-// pools exceed the caches.
+// Args: dtype, sequences, context, rows a sequence, KV heads, whether to round to bfloat16. Several
+// layers' pools exceed the caches.
 void BM_Attention(benchmark::State& state) {
   const DType dtype = DTypeArg(state.range(0));
   const auto seqs = static_cast<std::int32_t>(state.range(1));
   const auto context = static_cast<std::int32_t>(state.range(2));
   const auto rows_per_seq = static_cast<std::int32_t>(state.range(3));
-  const bool round = state.range(4) != 0;
-  const double bytes = 2.0 * seqs * context * kKvHeads * kHeadDim * DTypeBytes(dtype);
+  const auto kv_heads = static_cast<std::int32_t>(state.range(4));
+  const bool round = state.range(5) != 0;
+  const double bytes = 2.0 * seqs * context * kv_heads * kHeadDim * DTypeBytes(dtype);
   const int layers = rows_per_seq > 1 ? 1 : static_cast<int>(1e8 / bytes) + 1;
   std::vector<KvPool> pools;
-  for (int i = 0; i < layers; ++i) pools.emplace_back(seqs, context, dtype);
+  for (int i = 0; i < layers; ++i) pools.emplace_back(seqs, context, kv_heads, dtype);
   const Rows rows(pools[0], seqs, context, rows_per_seq);
   const std::vector<float> q = RandomFloats(std::int64_t{rows.size()} * kHeads * kHeadDim, 1.0F);
   std::vector<float> out(q.size());
@@ -284,7 +286,7 @@ void BM_Model(benchmark::State& state) {
   std::unique_ptr<Model>& model = models[static_cast<std::size_t>(state.range(0))];
   if (model == nullptr) model = std::make_unique<Model>(format);
   std::vector<KvPool> pools;
-  for (int i = 0; i < kLayers; ++i) pools.emplace_back(seqs, context, DType::kFloat16);
+  for (int i = 0; i < kLayers; ++i) pools.emplace_back(seqs, context, kKvHeads, DType::kFloat16);
   const Rows rows(pools[0], seqs, context, rows_per_seq);
   const std::int32_t n = rows.size();
   constexpr std::int32_t kQkv = (kHeads + 2 * kKvHeads) * kHeadDim;
@@ -396,10 +398,13 @@ void AttentionShapes(benchmark::internal::Benchmark* bench) {
        {std::pair(0, 0), std::pair(1, 0), std::pair(1, 1), std::pair(2, 0), std::pair(2, 1)}) {
     for (const std::int64_t seqs : {1, 8}) {
       for (const std::int64_t context : {128, 2048, 16384}) {
-        bench->Args({dtype, seqs, context, 1, round});
+        bench->Args({dtype, seqs, context, 1, kKvHeads, round});
       }
     }
-    for (const std::int64_t context : {512, 4096}) bench->Args({dtype, 1, context, 256, round});
+    bench->Args({dtype, 8, 16384, 1, 1, round});
+    for (const std::int64_t context : {512, 4096}) {
+      bench->Args({dtype, 1, context, 256, kKvHeads, round});
+    }
   }
 }
 

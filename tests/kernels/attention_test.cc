@@ -271,9 +271,9 @@ Shape RandomShape(Rng& rng) {
   constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
   constexpr std::int32_t kBlocks[] = {1, 3, 8, 16, 24, 32, 48, 64, 100, 128};
   Shape shape;
-  shape.q_per_kv = RandomInt(rng, 1, 8);
+  shape.q_per_kv = RandomInt(rng, 1, 14);
   shape.first_q_head = RandomInt(rng, 0, 10);
-  shape.num_q_heads = RandomInt(rng, 1, 12);
+  shape.num_q_heads = RandomInt(rng, 1, 16);
   shape.first_kv_head = shape.first_q_head / shape.q_per_kv;
   shape.num_kv_heads =
       (shape.first_q_head + shape.num_q_heads - 1) / shape.q_per_kv - shape.first_kv_head + 1;
@@ -388,10 +388,16 @@ TEST_P(AttentionTest, UnseenInfinityDoesNotReachARow) {
                      DType::kFloat32, std::nanf(""));
       }
     }
-    const Case::Result result = attention.Run(stream);
-    for (std::size_t row = 0; row < 11; ++row) {
-      const bool sees = attention.visible_len[row] > 95 || attention.first_visible[row] <= 9;
-      EXPECT_EQ(std::isfinite(result.out[row * 32]), !sees) << "row " << row;
+    for (const std::size_t count : {1, 3, 5, 11}) {
+      for (std::size_t first = 0; first + count <= 11; ++first) {
+        const Case::Result result = attention.Run(stream, first, count);
+        for (std::size_t i = 0; i < count; ++i) {
+          const std::size_t row = first + i;
+          const bool sees = attention.visible_len[row] > 95 || attention.first_visible[row] <= 9;
+          EXPECT_EQ(std::isfinite(result.out[i * 32]), !sees)
+              << "row " << row << " of " << count << " from " << first;
+        }
+      }
     }
   }
 }
@@ -399,25 +405,29 @@ TEST_P(AttentionTest, UnseenInfinityDoesNotReachARow) {
 // Few queries may take another way through the keys than many.
 TEST_P(AttentionTest, OneRowIsTheSameInABatch) {
   CpuStream stream(2);
+  constexpr std::int32_t kRows = 40;
+  const auto check = [&](DType dtype, bool round, std::int32_t block_tokens, std::int32_t heads) {
+    SCOPED_TRACE(std::string(DTypeName(dtype)) + (round ? " rounded, " : ", ") +
+                 std::to_string(block_tokens) + " tokens a block, heads " + std::to_string(heads));
+    Rng rng(7);
+    const Shape shape = {heads, 1, 0, 0, heads, 64, block_tokens, dtype, /*latent_dim=*/0, round};
+    Case attention(rng, shape, {200}, stream);
+    for (std::int32_t i = 0; i < kRows; ++i) attention.AddRow(rng, 0, 2 * i + 1, 151 + i);
+    const Case::Result together = attention.Run(stream);
+    attention.ExpectRight(together);
+    const std::size_t row_floats = together.out.size() / kRows;
+    for (std::size_t row = 0; row < kRows; row += 3) {
+      const Case::Result alone = attention.Run(stream, row, 1);
+      ASSERT_EQ(std::memcmp(alone.out.data(), together.out.data() + row * row_floats,
+                            row_floats * sizeof(float)),
+                0)
+          << "row " << row;
+    }
+  };
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (const bool round : {false, true}) {
       for (const std::int32_t block_tokens : {16, 24, 64}) {
-        SCOPED_TRACE(std::string(DTypeName(dtype)) + (round ? " rounded, " : ", ") +
-                     std::to_string(block_tokens) + " tokens a block");
-        Rng rng(7);
-        const Shape shape = {3, 1, 0, 0, 3, 64, block_tokens, dtype, /*latent_dim=*/0, round};
-        Case attention(rng, shape, {700}, stream);
-        for (std::int32_t i = 0; i < 40; ++i) attention.AddRow(rng, 0, 2 * i + 1, 651 + i);
-        const Case::Result together = attention.Run(stream);
-        attention.ExpectRight(together);
-        const std::size_t row_floats = together.out.size() / 40;
-        for (std::size_t row = 0; row < 40; ++row) {
-          const Case::Result alone = attention.Run(stream, row, 1);
-          ASSERT_EQ(std::memcmp(alone.out.data(), together.out.data() + row * row_floats,
-                                row_floats * sizeof(float)),
-                    0)
-              << "row " << row;
-        }
+        for (const std::int32_t heads : {3, 9, 12, 13}) check(dtype, round, block_tokens, heads);
       }
     }
   }
