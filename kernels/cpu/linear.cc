@@ -215,16 +215,22 @@ std::int64_t MaxRowBlock(std::int64_t in_features) {
                                   kMaxRowBlock);
 }
 
-// Enough tasks for threads that share cores with other ranks to even out; with one block of rows,
-// where weights come from memory, each short enough to follow its neighbour closely.
-std::int64_t PanelsPerTask(const PackedMatrix& weight, std::int64_t row_blocks, int num_threads) {
+// Up to here a product waits for its weights.
+constexpr std::int64_t kStreamedRows = 12;
+
+// Enough tasks for threads that share cores with other ranks to even out. With one block of rows
+// weights come from memory: tasks are short enough to follow their neighbours closely, or, while
+// all wait for weights, long enough that a thread fetches ahead what it takes itself.
+std::int64_t PanelsPerTask(const LinearParams& params, std::int64_t row_blocks, int num_threads) {
+  const PackedMatrix& weight = *params.weight;
+  const bool streams = params.num_rows <= kStreamedRows;
   const std::int64_t panels = CeilDiv(weight.out_features(), kPanelWidth);
-  const std::int64_t groups = CeilDiv(8 * num_threads, row_blocks);
+  const std::int64_t groups = CeilDiv((streams ? 2 : 8) * num_threads, row_blocks);
   std::int64_t per_task = std::max<std::int64_t>(1, panels / groups);
   if (row_blocks == 1) {
-    constexpr std::int64_t kTaskBytes = 128 * 1024;
+    const std::int64_t task_bytes = (streams ? 512 : 128) * 1024;
     const std::int64_t panel_bytes = weight.size_bytes() / panels;
-    per_task = std::clamp<std::int64_t>(kTaskBytes / panel_bytes, 1, per_task);
+    per_task = std::clamp<std::int64_t>(task_bytes / panel_bytes, 1, per_task);
   }
   return per_task > 1 ? per_task / 2 * 2 : 1;  // panels go in pairs
 }
@@ -240,7 +246,7 @@ struct LinearCut {
       : panels(CeilDiv(params.weight->out_features(), kPanelWidth)),
         row_blocks(CeilDiv(params.num_rows, max_rows)) {
     if (row_blocks == 0) return;
-    per_task = PanelsPerTask(*params.weight, row_blocks, num_threads);
+    per_task = PanelsPerTask(params, row_blocks, num_threads);
     rows = CeilDiv(CeilDiv(params.num_rows, row_blocks), kRowTile) * kRowTile;
   }
 
