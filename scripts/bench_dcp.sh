@@ -13,8 +13,8 @@
 #   without sharding, four with it. Fails when N=2 gives under 1.6 times the output tokens per second of N=1.
 # equal: SmolLM2, 8 sequences, contexts of about 512, T=2 x N=2 with a thread a rank against one rank with two threads.
 #   Fails under 0.95 times.
-# Of both, output tokens per second while all decode: the same prompts a second time, which are in the prefix cache then.
-# The first time, with the prompts' computing, is printed beside it.
+# Of both, output tokens per second while all decode: both serve at once, and take turns with prompts that are in their
+# prefix caches by then. What the same requests take with their prompts is printed beside it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=${WEFT_BIN_DIR:-$PWD/build/bin}
@@ -35,7 +35,7 @@ while (($# > 1)); do
   esac
   shift 2
 done
-(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; }
+(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 readonly model=.deps/models/smollm2-size-one-kv-head
 readonly python=.venv/bin/python
@@ -43,24 +43,33 @@ readonly kv_bytes_per_token=$((2 * 64 * 2 * 30)) # K and V of one head of 64 in 
 [[ -e $model/config.json ]] || "$python" scripts/make_model.py "$model" --num-key-value-heads 1
 
 work=$(mktemp -d)
-server=
-stop() { [[ -z $server ]] || { kill "$server" && wait "$server" || true; } 2>/dev/null; server=; }
+servers=()
+stop() {
+  for server in "${servers[@]}"; do { kill "$server" && wait "$server" || true; } 2>/dev/null; done
+  servers=()
+}
 trap 'stop; rm -rf "$work"' EXIT
+# start NAME ARGUMENTS...: `addresses[NAME]` is where it listens.
+declare -A addresses
+start() {
+  serve "$work/log" "${@:2}"
+  servers+=("$server")
+  addresses[$1]=$address
+}
 
 readonly block=128
-# sharded N KV_BLOCKS: two ranks of the model with one KV head.
+# sharded NAME N KV_BLOCKS: two ranks of the model with one KV head.
 sharded() {
-  serve "$work/log" "$model" --skip-tokenizer-init -tp 2 -dcp "$1" --block-size="$block" \
-    --kv-cache-memory-bytes=$(($2 * block * kv_bytes_per_token)) --kv-cache-dtype=float16
+  start "$1" "$model" --skip-tokenizer-init -tp 2 -dcp "$2" --block-size="$block" \
+    --kv-cache-memory-bytes=$(($3 * block * kv_bytes_per_token)) --kv-cache-dtype=float16
 }
-# decode NAME SEQUENCES CONTEXT OUTPUT: contexts from CONTEXT - OUTPUT / 2 on, all at once, twice.
-decode() {
-  for pass in prompts decode; do
-    "$bin/weft" bench --address "$address" --format=json --num-warmups=0 --num-prompts="$2" \
-      --random-input-len=$(($3 - $4 / 2)) --random-output-len="$4" >"$work/$1.$pass.$round.json"
-  done
+# run NAME WHICH ROUND SEQUENCES FIRST_CONTEXT SEED: all at once, 256 tokens each. One token more than whole blocks, so
+# that a prompt that was there before needs no more than that one.
+run() {
+  "$bin/weft" bench --address "${addresses[$1]}" --format=json --num-warmups=0 --num-prompts="$4" \
+    --random-input-len=$(($5 + 1)) --random-output-len=256 --seed="$6" >"$work/$1.$2.$3.json"
 }
-# compare FLOOR ONE TWO: what decode measured, as medians and ratios.
+# compare FLOOR ONE TWO: what was run, as medians and ratios.
 compare() {
   "$python" - "$work" "$@" <<'EOF'
 import json, pathlib, statistics, sys
@@ -71,8 +80,10 @@ def rounds(name, which):
     return [json.loads(p.read_text()) for p in sorted(work.glob(f"{name}.{which}.*.json"))]
 
 def decoding(result):
-    if result["peak_running"] < result["num_prompts"]:
-        sys.exit(f"bench_dcp: only {result['peak_running']} of {result['num_prompts']} ran at a time")
+    cached, preempted = result["prefix_cache_hit_ratio"], result["preemptions"]
+    if cached < 0.99 or preempted > 0 or result["p99_ttft_ms"] > result["median_e2el_ms"] / 2:
+        sys.exit(f"bench_dcp: they did not decode together: {cached:.2f} of the prompts cached, {preempted} "
+                 f"preempted, first tokens within {result['p99_ttft_ms']:.0f} ms")
     return 1000 * result["num_prompts"] / result["median_tpot_ms"]
 
 def text(values, digits):
@@ -95,29 +106,26 @@ case $workload in
   saturated)
     status=0
     for context in 2048 8192; do
+      names=("context-$context-N1" "context-$context-N2")
+      for n in 1 2; do sharded "${names[n - 1]}" "$n" $((2 * (context / block + 1))); done
+      for n in 1 2; do run "${names[n - 1]}" prompts 1 $((2 * n)) $((context - 256)) 0; done
       for ((round = 1; round <= rounds; ++round)); do
-        for n in 1 2; do
-          sharded "$n" $((2 * (context / block + 1)))
-          decode "context-$context-N$n" $((2 * n)) $((context - 128)) 256
-          stop
-        done
+        for n in 1 2; do run "${names[n - 1]}" decode "$round" $((2 * n)) $((context - 256)) 0; done
       done
-      compare 1.6 "context-$context-N1" "context-$context-N2" || status=1
+      stop
+      compare 1.6 "${names[@]}" || status=1
     done
     exit "$status"
     ;;
   equal)
+    start T1 models/smollm2-135m-instruct --threads-per-rank=2
+    start T2-N2 models/smollm2-135m-instruct -tp 2 -dcp 2 --threads-per-rank=1
     for ((round = 1; round <= rounds; ++round)); do
-      for layout in T1 T2-N2; do
-        case $layout in
-          T1) flags=(--threads-per-rank=2) ;;
-          *) flags=(-tp 2 -dcp 2 --threads-per-rank=1) ;;
-        esac
-        serve "$work/log" models/smollm2-135m-instruct "${flags[@]}"
-        decode "$layout" 8 512 256
-        stop
+      for which in prompts decode; do
+        for name in T1 T2-N2; do run "$name" "$which" "$round" 8 384 "$round"; done
       done
     done
+    stop
     compare 0.95 T1 T2-N2
     exit
     ;;
@@ -131,7 +139,7 @@ echo "the sessions need $need blocks of $block tokens; a rank holds $budget with
 
 # measure N ROUND
 measure() {
-  sharded "$1" "$budget"
+  sharded "N$1" "$1" "$budget"
   "$bin/weft" bench --address "$address" --format=json --num-prompts=10 --random-input-len=32 \
     --random-output-len=32 --max-concurrency=1 --num-warmups=3 >"$work/short.$1.$2.json"
   "$bin/weft" bench --address "$address" --format=json --dataset=agentic --agentic-sessions="$sessions" \

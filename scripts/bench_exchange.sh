@@ -18,7 +18,7 @@ while (($# > 1)); do
   esac
   shift 2
 done
-(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; }
+(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 work=$(mktemp -d)
 servers=()

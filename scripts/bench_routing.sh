@@ -24,7 +24,7 @@ while (($# > 1)); do
   esac
   shift 2
 done
-(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; }
+(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 readonly model=models/smollm2-135m-instruct name=unix-abstract:weft-routing-$$
 work=$(mktemp -d)

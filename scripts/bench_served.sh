@@ -17,7 +17,7 @@ while (($# > 1)); do
   esac
   shift 2
 done
-(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; }
+(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 readonly input=512 answer=128
 readonly peer=.deps/llama.cpp/build/bin/llama-server gguf=.deps/models/smollm2-135m-bf16.gguf

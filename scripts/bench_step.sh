@@ -14,7 +14,7 @@ while (($# > 1)); do
   esac
   shift 2
 done
-(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; }
+(($# == 0)) || { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 work=$(mktemp -d)
 server=
@@ -23,6 +23,7 @@ failed=0
 # at_most WHAT VALUE LIMIT UNIT
 at_most() {
   local verdict=ok
+  [[ $2 =~ ^[0-9.]+$ ]] || { echo "bench_step: no figure of $1: '$2'" >&2; exit 1; }
   awk -v value="$2" -v limit="$3" 'BEGIN { exit !(value <= limit) }' || { verdict="OVER THE LIMIT" failed=1; }
   printf '%-72s %9s %-3s at most %-5s %s\n' "$1" "$2" "$4" "$3" "$verdict"
 }
@@ -31,7 +32,7 @@ now() { date +%s.%N; }
 "$bin/engine_bench" --model "$model" --dtype bfloat16 --batch 64 --prompt 128 --tokens 128 --max-model-len 320 \
   --tries 1 >"$work/step.json"
 at_most "between steps of 64 rows, of their time" \
-  "$(awk -F'"between_steps":' '{ split($2, a, ","); printf "%.3f", 100 * a[1] }' "$work/step.json")" 2 %
+  "$(awk -F'"between_steps":' 'NF == 2 { split($2, a, ","); printf "%.3f", 100 * a[1] }' "$work/step.json")" 2 %
 
 "$bin/group_bench" 4 >"$work/collectives"
 for bytes in 4096 16384; do

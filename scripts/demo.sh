@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 pd=0
 if [ "${1:-}" = --pd ]; then pd=1; shift; fi
-if [ $# -gt 1 ] || [[ "${1:-}" = -* ]]; then sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; fi
+if [ $# -gt 1 ] || [[ "${1:-}" = -* ]]; then sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2; exit 2; fi
 scripts/setup.sh
 scripts/build.sh release weft weft-router weft-worker weft-plan
 scripts/fetch_model.sh

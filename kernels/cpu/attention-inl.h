@@ -168,7 +168,9 @@ HWY_INLINE void SoftmaxStep(float* HWY_RESTRICT scores, std::int64_t lo, std::in
   const auto shift = hn::Set(d, max == kLowest ? 0.0F : max);
   auto sum = hn::Zero(d);
   for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
-    const auto weight = hn::Exp(d, hn::Sub(hn::LoadU(d, scores + i), shift));
+    const auto score = hn::Sub(hn::LoadU(d, scores + i), shift);
+    // Of a NaN Exp() makes 0, as of a key that is not there.
+    const auto weight = hn::IfThenElse(hn::IsNaN(score), score, hn::Exp(d, score));
     hn::StoreU(weight, d, scores + i);
     sum = hn::Add(sum, weight);
   }

@@ -267,15 +267,12 @@ AVX512_DOT void Multiply(const Product& m, const Panels& w) {
 // Of up to kDirectRows rows: each panel is loaded once.
 template <typename Panels>
 AVX512_DOT void MultiplyOnce(const Product& m, const Panels& w) {
-  if (m.num_rows <= kMostRows) {
-    MultiplyTiles<kMostRows, kMostPanels>(m, w);
-  } else {
-    MultiplyTiles<kDirectRows, kDirectPanels>(m, w);
-  }
+  if (m.num_rows <= kMostRows) return Multiply(m, w);
+  MultiplyTiles<kDirectRows, kDirectPanels>(m, w);
 }
 
-// 2^(x - shift) to 3e-6 of it, with a mantissa that does not depend on `shift`, an integer; 0 below
-// the normal numbers; a NaN stays one.
+// 2^(x - shift) to 3e-6 of it, with a mantissa that does not depend on `shift`, an integer; a NaN
+// stays one.
 AVX512_DOT inline __m512 Exp2(__m512 x, __m512 shift) {
   // Minimax of 2^r on [-0.5, 0.5].
   constexpr float kTerms[] = {0.99999928F, 0.69312179F, 0.24024744F, 0.055917863F, 0.0095701022F};
@@ -311,9 +308,14 @@ AVX512_DOT void SoftmaxStep(float* scores, std::int64_t lo, std::int64_t hi, flo
       _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]))));
   const bool first = record[padded_dim] == kLowest;
   if (first && top == kFloor) {
-    _mm512_storeu_si512(scores, _mm512_setzero_si512());
-    _mm512_storeu_si512(scores + kLanes, _mm512_setzero_si512());
-    return;
+    // Beside `lowest` the maximum of a NaN is lost; what it stands for is not.
+    __mmask16 any = 0;
+    for (int i = 0; i < kVectors; ++i) any |= _mm512_cmp_ps_mask(score[i], lowest, _CMP_NEQ_UQ);
+    if (any == 0) {
+      _mm512_storeu_si512(scores, _mm512_setzero_si512());
+      _mm512_storeu_si512(scores + kLanes, _mm512_setzero_si512());
+      return;
+    }
   }
   const float old_max = record[padded_dim + 2];
   const float max = first ? top : std::max(old_max, top);

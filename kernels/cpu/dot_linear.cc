@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <type_traits>
 
@@ -23,7 +24,7 @@ constexpr std::int64_t kLine = 64;
 // this far ahead. With more the next panels are fetched to L2 meanwhile.
 constexpr std::int64_t kUnhintedRows = 3;
 constexpr std::int64_t kAheadBytes = 16384;
-constexpr std::int64_t kStreamedRows = kTileRows;
+static_assert(kStreamedRows == kTileRows);
 // Values of x that a thread has rounded at a time.
 constexpr std::int64_t kRounded = 108 * 1024;
 
@@ -113,7 +114,8 @@ struct IntegerDots {
         count <= 16 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(FirstLanes(count - 16), x + 16);
     const float largest =
         _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-    *scale = largest / kLargest;
+    const __mmask16 nan = _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q);
+    *scale = nan != 0 ? std::numeric_limits<float>::quiet_NaN() : largest / kLargest;
     const __m512 inverse = _mm512_set1_ps(largest == 0 ? 0 : kLargest / largest);
     alignas(64) std::uint32_t rounded[kPairs];
     const auto store = [&](__m512 values, std::uint32_t* to) AVX512_DOT {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/dot_linear.h"
@@ -215,23 +216,23 @@ std::int64_t MaxRowBlock(std::int64_t in_features) {
                                   kMaxRowBlock);
 }
 
-// Up to here a product waits for its weights.
-constexpr std::int64_t kStreamedRows = 12;
-
 // Enough tasks for threads that share cores with other ranks to even out. With one block of rows
 // weights come from memory: tasks are short enough to follow their neighbours closely, or, while
 // all wait for weights, long enough that a thread fetches ahead what it takes itself.
 std::int64_t PanelsPerTask(const LinearParams& params, std::int64_t row_blocks, int num_threads) {
-  const PackedMatrix& weight = *params.weight;
-  const bool streams = params.num_rows <= kStreamedRows;
-  const std::int64_t panels = CeilDiv(weight.out_features(), kPanelWidth);
-  const std::int64_t groups = CeilDiv((streams ? 2 : 8) * num_threads, row_blocks);
-  std::int64_t per_task = std::max<std::int64_t>(1, panels / groups);
-  if (row_blocks == 1) {
-    const std::int64_t task_bytes = (streams ? 512 : 128) * 1024;
-    const std::int64_t panel_bytes = weight.size_bytes() / panels;
-    per_task = std::clamp<std::int64_t>(task_bytes / panel_bytes, 1, per_task);
+  const std::int64_t panels = CeilDiv(params.weight->out_features(), kPanelWidth);
+  const std::int64_t panel_bytes = params.weight->size_bytes() / panels;
+  const auto panels_in = [&](std::int64_t bytes, std::int64_t groups) {
+    const std::int64_t most = std::max<std::int64_t>(1, panels / groups);
+    return std::clamp<std::int64_t>(bytes / panel_bytes, 1, most);
+  };
+  if (params.num_rows <= kStreamedRows) {
+    const std::int64_t tasks = CeilDiv(panels, panels_in(512 * 1024, 2 * num_threads));
+    return CeilDiv(panels, CeilDiv(tasks, num_threads) * num_threads);
   }
+  constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t per_task =
+      panels_in(row_blocks == 1 ? 128 * 1024 : kAny, CeilDiv(8 * num_threads, row_blocks));
   return per_task > 1 ? per_task / 2 * 2 : 1;  // panels go in pairs
 }
 

@@ -352,8 +352,11 @@ TEST_P(AttentionTest, LongSequencesMatchWhateverTheThreads) {
     attention.AddRow(rng, 0, 700, 39'000);
     const Case::Result result = attention.Run(four);
     attention.ExpectRight(result);
-    ASSERT_TRUE(SameBits(result.out, attention.Run(one).out));
-    ASSERT_TRUE(SameBits(result.out, attention.Run(four).out));
+    for (CpuStream* stream : {&one, &four}) {
+      const Case::Result again = attention.Run(*stream);
+      ASSERT_TRUE(SameBits(result.out, again.out));
+      ASSERT_TRUE(SameBits(result.lse, again.lse));
+    }
   }
 }
 
@@ -402,6 +405,32 @@ TEST_P(AttentionTest, UnseenInfinityDoesNotReachARow) {
   }
 }
 
+// What cannot be told must not look like keys that are not there.
+TEST_P(AttentionTest, ANanReachesWhoSeesIt) {
+  CpuStream stream(2);
+  for (const bool round : {false, true}) {
+    for (const std::int32_t token : {0, 40, 70}) {
+      for (const std::int32_t first : {0, token}) {
+        SCOPED_TRACE("token " + std::to_string(token) + " from " + std::to_string(first));
+        Rng rng(6);
+        const Shape shape = {
+            3, 1, 0, 0, 3, 16, 16, DType::kFloat32, /*latent_dim=*/0, /*round_to_bfloat16=*/round};
+        Case attention(rng, shape, {100}, stream);
+        attention.AddRow(rng, 0, first, token + 1);
+        for (std::int32_t dim = 0; dim < 16; ++dim) {
+          StoreElement(attention.k_blocks.data(),
+                       std::int64_t{attention.block_table[token / 16]} * 256 +
+                           KIndex(token % 16, dim, 16, 16),
+                       DType::kFloat32, std::nanf(""));
+        }
+        const Case::Result result = attention.Run(stream);
+        EXPECT_TRUE(std::isnan(result.out[0]));
+        EXPECT_TRUE(std::isnan(result.lse[0]));
+      }
+    }
+  }
+}
+
 // Few queries may take another way through the keys than many.
 TEST_P(AttentionTest, OneRowIsTheSameInABatch) {
   CpuStream stream(2);
@@ -420,6 +449,11 @@ TEST_P(AttentionTest, OneRowIsTheSameInABatch) {
       const Case::Result alone = attention.Run(stream, row, 1);
       ASSERT_EQ(std::memcmp(alone.out.data(), together.out.data() + row * row_floats,
                             row_floats * sizeof(float)),
+                0)
+          << "row " << row;
+      const auto queries = static_cast<std::size_t>(heads);
+      ASSERT_EQ(std::memcmp(alone.lse.data(), together.lse.data() + row * queries,
+                            queries * sizeof(float)),
                 0)
           << "row " << row;
     }

@@ -311,6 +311,29 @@ TEST_P(LinearTest, ResidualMayBeTheOutput) {
   }
 }
 
+// Wherever it is in a row, and whatever the inputs are rounded to.
+TEST_P(LinearTest, ANanReachesItsRowAlone) {
+  CpuStream stream(2);
+  for (const WeightFormat format : kFormats) {
+    for (const std::int32_t rows : {1, 7, 40}) {
+      for (const std::int32_t at : {0, 15, 16, 31, 32, 69}) {
+        SCOPED_TRACE("format " + std::to_string(static_cast<int>(format)) + " rows " +
+                     std::to_string(rows) + " input " + std::to_string(at));
+        Rng rng(at);
+        Case linear(rng, rows, 20, 70, format, stream);
+        const std::int32_t bad = rows / 2;
+        linear.x[bad * linear.x_stride + at] = std::nanf("");
+        const std::vector<float> y = linear.Run(stream, false, false);
+        for (std::int32_t row = 0; row < rows; ++row) {
+          for (std::int32_t out = 0; out < 20; ++out) {
+            ASSERT_EQ(std::isnan(y[row * linear.y_stride + out]), row == bad) << "row " << row;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_P(LinearTest, NoRowsIsNothing) {
   CpuStream stream(2);
   Rng rng(1);
