@@ -26,10 +26,16 @@ struct Total {
 Total TotalOf(const float* lse, std::int64_t stride, std::int32_t num_parts) {
   Total total{kEmpty, 0.0F};
   for (std::int32_t part = 0; part < num_parts; ++part) {
-    DCHECK(lse[part * stride] < std::numeric_limits<float>::infinity());
+    DCHECK(lse[part * stride] != std::numeric_limits<float>::infinity());
     total.max = std::max(total.max, lse[part * stride]);
   }
-  if (total.max == kEmpty) return total;
+  if (total.max == kEmpty) {
+    // The largest beside nothing is lost if it is a NaN, which must not look like nothing.
+    for (std::int32_t part = 0; part < num_parts; ++part) {
+      if (std::isnan(lse[part * stride])) total.max = lse[part * stride];
+    }
+    return total;
+  }
   for (std::int32_t part = 0; part < num_parts; ++part) {
     total.sum += std::exp(lse[part * stride] - total.max);
   }

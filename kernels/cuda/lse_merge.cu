@@ -25,7 +25,13 @@ __device__ __forceinline__ Total TotalOf(const float* lse, std::int64_t stride,
   for (std::int32_t part = 0; part < num_parts; ++part) {
     total.max = fmaxf(total.max, lse[part * stride]);
   }
-  if (total.max == EmptyLse()) return total;
+  if (total.max == EmptyLse()) {
+    // The largest beside nothing is lost if it is a NaN, which must not look like nothing.
+    for (std::int32_t part = 0; part < num_parts; ++part) {
+      if (isnan(lse[part * stride])) total.max = lse[part * stride];
+    }
+    return total;
+  }
   for (std::int32_t part = 0; part < num_parts; ++part) {
     total.sum += expf(lse[part * stride] - total.max);
   }

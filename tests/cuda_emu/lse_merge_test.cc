@@ -143,6 +143,35 @@ TEST_P(LseMergeCudaTest, ScaleIsTheCpus) {
   });
 }
 
+TEST_P(LseMergeCudaTest, ANanReachesItsHeadAlone) {
+  const float nan = std::nanf("");
+  for (const std::vector<float>& bad : std::vector<std::vector<float>>{
+           {nan, -kInfinity}, {-kInfinity, nan}, {nan, 1.0F}, {1.0F, nan}, {nan, nan}}) {
+    SCOPED_TRACE(std::to_string(bad[0]) + " and " + std::to_string(bad[1]));
+    const DeviceArray<float> parts({1.0F, 2.0F, 3.0F, 4.0F}, stream());  // [part, head]
+    const DeviceArray<float> lse({bad[0], 0.5F, bad[1], -kInfinity}, stream());
+    const DeviceArray<float> out(2, stream());
+    const DeviceArray<float> merged(2, stream());
+    ASSERT_TRUE(LseMerge<float>({.parts = parts.data(),
+                                 .lse = lse.data(),
+                                 .part_stride = 2,
+                                 .lse_stride = 2,
+                                 .out = out.data(),
+                                 .merged_lse = merged.data(),
+                                 .num_parts = 2,
+                                 .num_rows = 1,
+                                 .num_heads = 2,
+                                 .padded_heads = 2,
+                                 .head_dim = 1},
+                                stream())
+                    .ok());
+    EXPECT_TRUE(std::isnan(out.Read()[0]));
+    EXPECT_TRUE(std::isnan(merged.Read()[0]));
+    EXPECT_EQ(out.Read()[1], 2.0F);
+    EXPECT_EQ(merged.Read()[1], 0.5F);
+  }
+}
+
 TEST_P(LseMergeCudaTest, HeadsPackAndUnpackAsOnTheCpu) {
   ForEachType([&](auto type) {
     using T = decltype(type);

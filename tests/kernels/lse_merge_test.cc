@@ -153,5 +153,52 @@ TEST(LseMergeTest, ZeroWeightContributesNothing) {
   EXPECT_EQ(scaled, 0.0F);
 }
 
+// A part that cannot be told is not one without keys, whatever the others are.
+TEST(LseMergeTest, ANanReachesItsHeadAlone) {
+  CpuStream stream(1);
+  const float empty = -std::numeric_limits<float>::infinity();
+  const float nan = std::nanf("");
+  for (const std::vector<float>& bad : std::vector<std::vector<float>>{
+           {nan, empty}, {empty, nan}, {nan, 1.0F}, {1.0F, nan}, {nan, nan}}) {
+    SCOPED_TRACE(std::to_string(bad[0]) + " and " + std::to_string(bad[1]));
+    const std::vector<float> parts = {1.0F, 2.0F, 3.0F, 4.0F};  // [part, head]
+    const std::vector<float> lse = {bad[0], 0.5F, bad[1], empty};
+    std::vector<float> out(2);
+    std::vector<float> merged(2);
+    ASSERT_TRUE(LseMerge({.parts = parts.data(),
+                          .lse = lse.data(),
+                          .part_stride = 2,
+                          .lse_stride = 2,
+                          .out = out.data(),
+                          .merged_lse = merged.data(),
+                          .num_parts = 2,
+                          .num_rows = 1,
+                          .num_heads = 2,
+                          .head_dim = 1},
+                         stream)
+                    .ok());
+    EXPECT_TRUE(std::isnan(out[0]));
+    EXPECT_TRUE(std::isnan(merged[0]));
+    EXPECT_EQ(out[1], 2.0F);
+    EXPECT_EQ(merged[1], 0.5F);
+    float sum = 0;
+    for (std::int32_t part = 0; part < 2; ++part) {
+      std::vector<float> scaled(parts.begin() + 2 * part, parts.begin() + 2 * part + 2);
+      ASSERT_TRUE(LseScale({.out = scaled.data(),
+                            .lse = lse.data(),
+                            .num_parts = 2,
+                            .part = part,
+                            .num_rows = 1,
+                            .num_heads = 2,
+                            .head_dim = 1},
+                           stream)
+                      .ok());
+      sum += scaled[0];
+      EXPECT_EQ(scaled[1], part == 0 ? 2.0F : 0.0F);
+    }
+    EXPECT_TRUE(std::isnan(sum));
+  }
+}
+
 }  // namespace
 }  // namespace weft::kernels
