@@ -1,4 +1,4 @@
-"""The clients of scripts/bench_served.sh for llama-server: many requests at once, each on a connection of its own."""
+"""The clients of scripts/bench_served.sh for other servers: many requests at once, each on a connection of its own."""
 
 import argparse
 import concurrent.futures
@@ -12,6 +12,7 @@ import requests
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", required=True)
+    parser.add_argument("--model", help="speak OpenAI's API, and ask for this; else llama-server's")
     parser.add_argument("--clients", type=int, required=True)
     parser.add_argument("--input-len", type=int, required=True)
     parser.add_argument("--output-len", type=int, required=True)
@@ -19,10 +20,14 @@ def main():
 
     def request(seed, output_len):
         prompt = random.Random(seed).choices(range(100, 49_000), k=args.input_len)
-        answer = requests.post(args.url + "/completion", timeout=1200, json={
-            "prompt": prompt, "n_predict": output_len, "ignore_eos": True, "cache_prompt": False, "temperature": 0})
+        asked = {"prompt": prompt, "ignore_eos": True, "temperature": 0}
+        if args.model:
+            path, asked = "/v1/completions", asked | {"model": args.model, "max_tokens": output_len}
+        else:
+            path, asked = "/completion", asked | {"n_predict": output_len, "cache_prompt": False}
+        answer = requests.post(args.url + path, timeout=1200, json=asked)
         answer.raise_for_status()
-        return answer.json()["tokens_predicted"]
+        return answer.json()["usage"]["completion_tokens"] if args.model else answer.json()["tokens_predicted"]
 
     request(0, 4)  # warms up
     with concurrent.futures.ThreadPoolExecutor(args.clients) as pool:

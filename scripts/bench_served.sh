@@ -2,16 +2,19 @@
 # `weft serve` beside llama-server: SmolLM2 in bfloat16 with two threads, prompts of 512 tokens and answers of 128, all
 # requests at once, each program alone on the machine, in alternating rounds. Prints output tokens per second and
 # ratios; fails when Weft is slower anywhere. Needs a build and a quiet machine; scripts/bench_peer.sh builds the peer.
-#   scripts/bench_served.sh [--rounds 3] [--clients "8 32 64"] [--output FILE]
+#   scripts/bench_served.sh [--rounds 3] [--clients "8 32 64"] [--vllm PROGRAM] [--output FILE]
+# --vllm: beside vLLM for CPUs, too, where it is set up; its environment (VLLM_CPU_*, LD_PRELOAD) in WEFT_VLLM_ENV, as
+# words NAME=VALUE.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=${WEFT_BIN_DIR:-$PWD/build/bin}
 . scripts/serve.sh
-rounds=3 clients="8 32 64" output=tests/bench/results/served.json
+rounds=3 clients="8 32 64" vllm='' output=tests/bench/results/served.json
 while (($# > 1)); do
   case $1 in
     --rounds) rounds=$2 ;;
     --clients) clients=$2 ;;
+    --vllm) vllm=$2 ;;
     --output) output=$2 ;;
     *) break ;;
   esac
@@ -28,18 +31,23 @@ server=
 stop() { [[ -z $server ]] || { kill "$server" && wait "$server" || true; } 2>/dev/null; server=; }
 trap 'stop; rm -rf "$work"' EXIT
 
-# serve_peer CLIENTS: `address` is where it listens.
+# serve_peer COMMAND...: of a program that takes --port and says by /health when it is ready; `address` is where.
 serve_peer() {
   local port
   port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-  "$peer" -m "$gguf" -t 2 -tb 2 -np "$1" -c $(($1 * (input + answer + 8))) --no-kv-unified --host 127.0.0.1 \
-    --port "$port" >"$work/log" 2>&1 &
+  "$@" --host 127.0.0.1 --port "$port" >"$work/log" 2>&1 &
   server=$!
   address=http://127.0.0.1:$port
   until [[ $(curl -s -o "$work/health" -w '%{http_code}' "$address/health") == 200 ]]; do
     kill -0 "$server" 2>/dev/null || { cat "$work/log" >&2; exit 1; }
     sleep 0.2
   done
+}
+# ask NAME CLIENTS ARGUMENTS...: what bench_served.py measures at `address`.
+ask() {
+  "$python" scripts/bench_served.py --url "$address" --clients "$2" --input-len "$input" --output-len "$answer" \
+    "${@:3}" >"$work/$1.$2.$round.json"
+  stop
 }
 
 for ((round = 1; round <= rounds; ++round)); do
@@ -48,10 +56,13 @@ for ((round = 1; round <= rounds; ++round)); do
     "$bin/weft" bench --address "$address" --format=json --num-prompts="$n" --max-concurrency="$n" --num-warmups=1 \
       --random-input-len="$input" --random-output-len="$answer" >"$work/weft.$n.$round.json" 2>"$work/bench.log"
     stop
-    serve_peer "$n"
-    "$python" scripts/bench_served.py --url "$address" --clients "$n" --input-len "$input" --output-len "$answer" \
-      >"$work/peer.$n.$round.json"
-    stop
+    serve_peer "$peer" -m "$gguf" -t 2 -tb 2 -np "$n" -c $((n * (input + answer + 8))) --no-kv-unified
+    ask llama-server "$n"
+    [[ -n $vllm ]] || continue
+    read -ra vllm_env <<<"${WEFT_VLLM_ENV:-}"
+    serve_peer env "${vllm_env[@]}" "$vllm" serve models/smollm2-135m-instruct --served-model-name smollm2 \
+      --dtype bfloat16 --max-model-len 8192 --max-num-seqs 64 --no-enable-prefix-caching
+    ask vllm "$n" --model smollm2
   done
 done
 "$python" - "$work" "$output" "$clients" <<'EOF'
@@ -65,14 +76,19 @@ def speeds(program, n):
 def spread(values, digits):
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
 
+peers = [name for name in ("llama-server", "vllm") if speeds(name, clients[0])]
 result, ahead = {}, True
-print(f"{'clients':>8}{'weft, output tok/s':>24}{'llama-server':>24}{'ratio':>24}")
+print(f"{'clients':>8}{'weft, output tok/s':>24}" + "".join(f"{name:>24}{'ratio':>24}" for name in peers))
 for n in clients:
-    own, peer = speeds("weft", n), speeds("peer", n)
-    ratios = [a / b for a, b in zip(own, peer)]
-    ahead &= statistics.median(ratios) >= 1
-    result[n] = {"weft": own, "llama-server": peer}
-    print(f"{n:>8}{spread(own, 0):>24}{spread(peer, 0):>24}{spread(ratios, 2):>24}")
+    own = speeds("weft", n)
+    result[n] = {"weft": own}
+    line = f"{n:>8}{spread(own, 0):>24}"
+    for name in peers:
+        result[n][name] = speeds(name, n)
+        ratios = [a / b for a, b in zip(own, result[n][name])]
+        ahead &= statistics.median(ratios) >= 1
+        line += f"{spread(result[n][name], 0):>24}{spread(ratios, 2):>24}"
+    print(line)
 output.write_text(json.dumps(result, indent=1) + "\n")
 print(f"written to {output}")
 sys.exit(0 if ahead else 1)
