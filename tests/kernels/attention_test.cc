@@ -443,7 +443,11 @@ TEST_P(AttentionTest, OneRowIsTheSameInABatch) {
     Case attention(rng, shape, {700}, stream);
     for (std::int32_t i = 0; i < kRows; ++i) attention.AddRow(rng, 0, 2 * i + 1, 651 + i);
     const Case::Result together = attention.Run(stream);
-    attention.ExpectRight(together);
+    // All rows against the reference would take minutes with sanitizers.
+    for (const std::size_t row : {0, 20, 39}) {
+      for (std::int32_t head = 0; head < heads; ++head) attention.ExpectRight(together, row, head);
+    }
+    if (HasFatalFailure()) return;
     const std::size_t row_floats = together.out.size() / kRows;
     for (std::size_t row = 0; row < kRows; row += heads == 3 ? 1 : 3) {
       const Case::Result alone = attention.Run(stream, row, 1);
