@@ -59,11 +59,6 @@ void CollectiveMux::Add(std::uint32_t id, Receiver& receiver) {
 
 void CollectiveMux::Remove(std::uint32_t id) { registry_->receivers[id] = nullptr; }
 
-CollectiveHeader* CollectiveMux::NewHeaders(std::size_t count) {
-  registry_->headers.push_back(std::make_unique<CollectiveHeader[]>(count));
-  return registry_->headers.back().get();
-}
-
 absl::Status CollectiveMux::Send(PeerId peer, const CollectiveHeader& header,
                                  absl::Span<const std::byte> payload) {
   const absl::Span<const std::byte> spans[] = {

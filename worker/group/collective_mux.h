@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -51,9 +52,9 @@ class CollectiveMux {
   void Add(std::uint32_t id, Receiver& receiver);
   void Remove(std::uint32_t id);
 
-  // Room for `count` headers that lives as long as the fabric: sends that a failed communicator
-  // leaves behind may still read it.
-  CollectiveHeader* NewHeaders(std::size_t count);
+  // Lets `memory` live as long as the fabric: sends that a failed communicator leaves behind may
+  // still read it.
+  void Keep(std::shared_ptr<const void> memory) { registry_->kept.push_back(std::move(memory)); }
 
   // Sends header and payload; communicator `header.communicator` is told when they may be reused.
   absl::Status Send(PeerId peer, const CollectiveHeader& header,
@@ -72,7 +73,7 @@ class CollectiveMux {
     absl::flat_hash_map<std::uint32_t, std::vector<Early>> early;
     std::size_t num_early = 0;
     std::uint64_t dropped = 0;
-    std::vector<std::unique_ptr<CollectiveHeader[]>> headers;
+    std::vector<std::shared_ptr<const void>> kept;
   };
 
   Fabric& fabric_;

@@ -21,8 +21,21 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::array<std::string_view, kNumOperations> kOperationNames = {
-    "AllReduceSum",     "AllReduceSum", "AllReduceSum", "AllGather",
-    "ReduceScatterSum", "AllToAll",     "Gather",       "Gather"};
+    "AllReduceSum",
+    "AllReduceSum",
+    "AllReduceSum",
+    "AllGather",
+    "ReduceScatterSum",
+    "AllToAll",
+    "Gather",
+    "Gather",
+    "AllReduceSum from shared memory",
+    "AllReduceSum from shared memory",
+    "AllGather from shared memory",
+    "ReduceScatterSum from shared memory",
+    "AllToAll from shared memory",
+    "the end of a call with shared memory",
+    "the meeting of shared memory"};
 
 // A rank may leave after its last round while others are still in theirs. When nothing comes from
 // those either, they may have given up because of it.
@@ -54,7 +67,10 @@ CollectiveRounds::CollectiveRounds(std::shared_ptr<CollectiveMux> mux, int rank,
   for (std::size_t r = 0; r < peers.size(); ++r) {
     flows_.push_back(Flow(peers[r], static_cast<int>(r) == rank ? 0 : RingBytes(max_flow_bytes)));
   }
-  headers_ = mux_->NewHeaders(static_cast<std::size_t>(max_flow_bytes / kPieceBytes + 1));
+  const auto headers = std::make_shared<CollectiveHeader[]>(
+      static_cast<std::size_t>(max_flow_bytes / kPieceBytes + 1));
+  headers_ = headers.get();
+  mux_->Keep(headers);
   mux_->Add(id_, *this);
 }
 

@@ -26,6 +26,14 @@ enum Operation : std::uint32_t {
   kAllToAll,
   kGather,
   kGatherGo,
+  // With inputs that are read where they lie.
+  kSharedAllReduceScatter,
+  kSharedAllReduceGather,
+  kSharedAllGather,
+  kSharedReduceScatter,
+  kSharedAllToAll,
+  kLeaveShared,
+  kMeetWindows,
   kNumOperations,
 };
 
@@ -109,6 +117,10 @@ class CollectiveRounds final : public CollectiveMux::Receiver {
   // all ranks must agree on it. Errors as in communicator.h.
   absl::Status Run(Operation operation, std::int64_t bytes);
 
+  // Ends this communicator, unless an error has done so.
+  void Fail(absl::Status status) {
+    if (status_.ok()) status_ = std::move(status);
+  }
   // The error that ended this communicator, or OK.
   const absl::Status& CheckStatus();
 
@@ -129,9 +141,6 @@ class CollectiveRounds final : public CollectiveMux::Receiver {
   absl::Status Stalled() const;
   void Place(int from, const CollectiveHeader& header, absl::Span<const std::byte> payload);
   void Put(int from, Flow& flow, absl::Span<const std::byte> payload);
-  void Fail(absl::Status status) {
-    if (status_.ok()) status_ = std::move(status);
-  }
   std::string Describe(std::uint32_t operation, std::uint64_t bytes, std::uint32_t round) const;
   std::string DescribeCurrent() const { return Describe(operation_, operation_bytes_, round_); }
 
@@ -142,7 +151,7 @@ class CollectiveRounds final : public CollectiveMux::Receiver {
   const int rank_;
   const std::vector<std::uint32_t> tags_;
   std::vector<Flow> flows_;              // by rank
-  CollectiveHeader* headers_ = nullptr;  // of the pieces of the current round; the mux's
+  CollectiveHeader* headers_ = nullptr;  // of the pieces of the current round; the mux keeps them
 
   absl::Status status_;      // the first error; final
   std::uint32_t round_ = 0;  // the current one, or the next one

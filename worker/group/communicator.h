@@ -37,7 +37,7 @@ struct CollectiveCounters {
 // message names both); on CUDA they may come with the stream's next wait. After one of these every
 // later call fails the same way, the group is done, and the buffers of the failed call must outlive
 // the fabric. INVALID_ARGUMENT for sizes over max_bytes and UNIMPLEMENTED for sums of other types
-// than fp32, with nothing sent. Allocates nothing after construction.
+// than fp32, with nothing sent. Allocates nothing after the first call.
 //
 // `in` and `out` may overlap only where a method says so. A call with 0 bytes is a barrier.
 //
@@ -50,8 +50,9 @@ class Communicator {
   virtual int size() const = 0;
 
   // Where kernels of `stream` and calls with it read and write: what every `in` and `out` on a
-  // device is to be from. All ranks ask for the same sizes in the same order, before their first
-  // call; freed before this ends. Errors as those of Buffer::Allocate().
+  // device is to be from. On the CPU it may be any memory; ranks of one host read long ones from
+  // here where they lie, if all give them from here. All ranks ask for the same sizes in the same
+  // order, before their first call; freed before this ends. Errors as those of Buffer::Allocate().
   virtual absl::StatusOr<kernels::Buffer> Allocate(std::int64_t bytes, kernels::Stream& stream) {
     return kernels::Buffer::Allocate(bytes, stream);
   }

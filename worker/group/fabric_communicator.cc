@@ -11,6 +11,7 @@
 #include "worker/group/collective_rounds.h"
 #include "worker/group/communicator.h"
 #include "worker/group/rank_order_sum.h"
+#include "worker/group/shared_windows.h"
 
 namespace weft {
 namespace {
@@ -26,6 +27,10 @@ constexpr std::int64_t kFloatBytes = sizeof(float);
 constexpr std::int64_t DirectBytes(int size) {
   return size == 2 ? std::int64_t{256} << 10 : std::int64_t{2} << 10;
 }
+
+// What a rank has for each other one, from here on they read it where it lies, if it lies in shared
+// memory: no copies, but all wait for each other at the end once more. Measured with group_bench.
+constexpr std::int64_t kSharedBytes = std::int64_t{64} << 10;
 
 constexpr std::int64_t RoundUp(std::int64_t a, std::int64_t to) { return CeilDiv(a, to) * to; }
 
@@ -51,19 +56,32 @@ void CopyOwn(const void* in, void* out, std::int64_t bytes) {
 
 class FabricCommunicator final : public Communicator {
  public:
-  FabricCommunicator(std::shared_ptr<CollectiveMux> mux, int rank, absl::Span<const PeerId> peers,
-                     absl::Span<const std::uint32_t> tags, const FabricCommunicatorOptions& options)
+  FabricCommunicator(const std::shared_ptr<CollectiveMux>& mux, int rank,
+                     absl::Span<const PeerId> peers, absl::Span<const std::uint32_t> tags,
+                     const FabricCommunicatorOptions& options)
       : options_(options),
+        words_(std::make_shared<Words>()),
+        windows_(rank, static_cast<int>(peers.size())),
+        their_handles_(peers.size()),
+        their_places_(peers.size()),
+        their_attached_(peers.size()),
+        sources_(peers.size()),
         slot_bytes_(MaxFlowBytes(options.max_bytes, static_cast<int>(peers.size()))),
-        rounds_(std::move(mux), rank, peers, tags, slot_bytes_, options),
+        rounds_(mux, rank, peers, tags, slot_bytes_, options),
         parts_(peers.size()),
         slots_(std::make_unique_for_overwrite<std::byte[]>(
             static_cast<std::size_t>(slot_bytes_ * size() + kAlign))) {
     CHECK(options.max_bytes > 0);
+    mux->Keep(words_);
   }
 
   int rank() const override { return rounds_.rank(); }
   int size() const override { return rounds_.size(); }
+
+  absl::StatusOr<kernels::Buffer> Allocate(std::int64_t bytes, kernels::Stream& stream) override {
+    const bool window = !met_ && stream.device() == kernels::DeviceKind::kCpu;
+    return window ? windows_.Allocate(bytes) : kernels::Buffer::Allocate(bytes, stream);
+  }
 
   absl::Status AllReduceSum(void* data, std::int64_t count, DType dtype,
                             kernels::Stream&) override {
@@ -71,6 +89,7 @@ class FabricCommunicator final : public Communicator {
     RETURN_IF_ERROR(CheckBytes("AllReduceSum", count, kFloatBytes));
     return Measured([&] {
       float* const floats = static_cast<float*>(data);
+      if (Shares(data, count * kFloatBytes, size())) return AllReduceShared(floats, count);
       return count * kFloatBytes <= DirectBytes(size()) ? AllReduceDirect(floats, count)
                                                         : AllReduceInTwo(floats, count);
     });
@@ -79,7 +98,13 @@ class FabricCommunicator final : public Communicator {
   absl::Status AllGather(const void* in, void* out, std::int64_t bytes_per_rank,
                          kernels::Stream&) override {
     RETURN_IF_ERROR(CheckBytes("AllGather", bytes_per_rank, size()));
-    return Measured([&] {
+    return Measured([&]() -> absl::Status {
+      if (Shares(in, bytes_per_rank, 1)) {
+        RETURN_IF_ERROR(ShowInput(kSharedAllGather, bytes_per_rank, in, bytes_per_rank));
+        CopySources([&](int r) { return At(out, r, bytes_per_rank); }, 0, bytes_per_rank);
+        CopyOwn(in, At(out, rank(), bytes_per_rank), bytes_per_rank);
+        return Barrier(kLeaveShared, bytes_per_rank);
+      }
       rounds_.ForEachPeer([&](int r, Flow& flow) {
         flow.Send(in, bytes_per_rank);
         flow.Receive(At(out, r, bytes_per_rank), bytes_per_rank);
@@ -97,6 +122,11 @@ class FabricCommunicator final : public Communicator {
       const std::int64_t bytes = count_per_rank * kFloatBytes;
       const auto* const own = reinterpret_cast<const float*>(At(in, rank(), bytes));
       float* const sums = static_cast<float*>(out);
+      if (Shares(in, bytes * size(), size())) {
+        RETURN_IF_ERROR(ShowInput(kSharedReduceScatter, bytes, in, bytes * size()));
+        SumSources(own, rank() * count_per_rank, count_per_rank, sums);
+        return Barrier(kLeaveShared, bytes);
+      }
       rounds_.ForEachPeer([&](int r, Flow& flow) {
         flow.Send(At(in, r, bytes), bytes);
         ReceiveToSum(r, flow, own, sums, bytes);
@@ -110,12 +140,22 @@ class FabricCommunicator final : public Communicator {
   absl::Status AllToAll(const void* in, void* out, std::int64_t bytes_per_rank,
                         kernels::Stream&) override {
     RETURN_IF_ERROR(CheckBytes("AllToAll", bytes_per_rank, size()));
-    return Measured([&] {
+    return Measured([&]() -> absl::Status {
+      const auto copy_own = [&] {
+        CopyOwn(At(in, rank(), bytes_per_rank), At(out, rank(), bytes_per_rank), bytes_per_rank);
+      };
+      if (Shares(in, bytes_per_rank * size(), size())) {
+        RETURN_IF_ERROR(ShowInput(kSharedAllToAll, bytes_per_rank, in, bytes_per_rank * size()));
+        CopySources([&](int r) { return At(out, r, bytes_per_rank); }, rank() * bytes_per_rank,
+                    bytes_per_rank);
+        copy_own();
+        return Barrier(kLeaveShared, bytes_per_rank);
+      }
       rounds_.ForEachPeer([&](int r, Flow& flow) {
         flow.Send(At(in, r, bytes_per_rank), bytes_per_rank);
         flow.Receive(At(out, r, bytes_per_rank), bytes_per_rank);
       });
-      CopyOwn(At(in, rank(), bytes_per_rank), At(out, rank(), bytes_per_rank), bytes_per_rank);
+      copy_own();
       return SymmetricRound(kAllToAll, bytes_per_rank);
     });
   }
@@ -144,7 +184,7 @@ class FabricCommunicator final : public Communicator {
 
   CollectiveCounters Counters() const override {
     CollectiveCounters counters = counters_;
-    counters.received_bytes = rounds_.received_bytes();
+    counters.received_bytes = rounds_.received_bytes() - word_bytes_ + read_bytes_;
     return counters;
   }
 
@@ -172,6 +212,7 @@ class FabricCommunicator final : public Communicator {
   absl::Status Measured(Body body) {
     const Clock::time_point start = Clock::now();
     absl::Status status = rounds_.CheckStatus();
+    if (status.ok()) status = MeetWindows();
     if (status.ok()) status = body();
     counters_.waiting += absl::FromChrono(Clock::now() - start);
     if (!status.ok()) return status;
@@ -186,6 +227,67 @@ class FabricCommunicator final : public Communicator {
     return rounds_.Run(operation, bytes);
   }
 
+  // What is said about shared memory. Lives as long as the fabric.
+  struct Words {
+    SharedWindows::Handles handles;
+    SharedWindows::Place place;
+    std::uint64_t attached = 0;
+  };
+
+  // all[r] = rank r's `word`, but for this rank's.
+  template <typename Word>
+  absl::Status Tell(Operation operation, std::int64_t bytes, const Word& word,
+                    std::vector<Word>& all) {
+    rounds_.ForEachPeer([&](int r, Flow& flow) {
+      flow.Send(&word, sizeof(word));
+      flow.Receive(&all[static_cast<std::size_t>(r)], sizeof(word));
+    });
+    RETURN_IF_ERROR(SymmetricRound(operation, bytes));
+    word_bytes_ += sizeof(word) * static_cast<std::uint64_t>(size() - 1);
+    return absl::OkStatus();
+  }
+
+  // Before the first call: either all ranks read the memory of all others, or none does.
+  absl::Status MeetWindows();
+
+  // Whether a call takes its `bytes` of input, `parts` of which go different ways, from shared
+  // memory: the same on all ranks.
+  bool Shares(const void* in, std::int64_t bytes, int parts) const {
+    return shares_ && bytes / parts >= kSharedBytes && windows_.Find(in, bytes).has_value();
+  }
+  // From when it returns, sources_ are what the ranks gave as `in`, until the next Barrier().
+  absl::Status ShowInput(Operation operation, std::int64_t operation_bytes, const void* in,
+                         std::int64_t bytes);
+  // Returns when all ranks have called it: none reads this one's input any more.
+  absl::Status Barrier(Operation operation, std::int64_t operation_bytes) {
+    rounds_.ForEachPeer([&](int, Flow& flow) {
+      flow.Send(nullptr, 0);
+      flow.Receive(nullptr, 0);
+    });
+    return SymmetricRound(operation, operation_bytes);
+  }
+  // to(r) gets `bytes` from `offset` on of every other rank's input.
+  template <typename To>
+  void CopySources(To to, std::int64_t offset, std::int64_t bytes) {
+    for (int i = 1; i < size(); ++i) {
+      const int r = (rank() + i) % size();
+      std::memcpy(to(r), sources_[static_cast<std::size_t>(r)] + offset,
+                  static_cast<std::size_t>(bytes));
+      read_bytes_ += static_cast<std::uint64_t>(bytes);
+    }
+  }
+  // out = the sum of `own` and the `count` floats from `first` on of every other rank's input.
+  void SumSources(const float* own, std::int64_t first, std::int64_t count, float* out) {
+    for (int r = 0; r < size(); ++r) {
+      const auto* const source =
+          reinterpret_cast<const float*>(sources_[static_cast<std::size_t>(r)]);
+      parts_[static_cast<std::size_t>(r)] = r == rank() ? own : source + first;
+    }
+    RankOrderSum(parts_, count, out);
+    read_bytes_ += static_cast<std::uint64_t>(count * kFloatBytes * (size() - 1));
+  }
+
+  absl::Status AllReduceShared(float* data, std::int64_t count);
   absl::Status AllReduceDirect(float* data, std::int64_t count);
   absl::Status AllReduceInTwo(float* data, std::int64_t count);
 
@@ -214,6 +316,16 @@ class FabricCommunicator final : public Communicator {
   }
 
   const FabricCommunicatorOptions options_;
+  const std::shared_ptr<Words> words_;
+  SharedWindows windows_;
+  bool met_ = false;                                   // MeetWindows() has been called
+  bool shares_ = false;                                // all ranks read the memory of all others
+  std::vector<SharedWindows::Handles> their_handles_;  // by rank
+  std::vector<SharedWindows::Place> their_places_;     // by rank
+  std::vector<std::uint64_t> their_attached_;          // by rank
+  std::vector<const std::byte*> sources_;              // by rank
+  std::uint64_t word_bytes_ = 0;                       // received by Tell()
+  std::uint64_t read_bytes_ = 0;                       // of other ranks' windows
   const std::int64_t slot_bytes_;
   CollectiveRounds rounds_;
   std::vector<const float*> parts_;     // by rank
@@ -221,6 +333,57 @@ class FabricCommunicator final : public Communicator {
   CollectiveCounters counters_;
   bool gathered_ = false;  // the last round was a gather
 };
+
+absl::Status FabricCommunicator::MeetWindows() {
+  if (std::exchange(met_, true) || windows_.empty()) return absl::OkStatus();
+  words_->handles = windows_.handles();
+  RETURN_IF_ERROR(Tell(kMeetWindows, 0, words_->handles, their_handles_));
+  words_->attached = 1;
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank()) continue;
+    if (!windows_.Attach(r, their_handles_[static_cast<std::size_t>(r)])) words_->attached = 0;
+  }
+  their_attached_[static_cast<std::size_t>(rank())] = words_->attached;
+  RETURN_IF_ERROR(Tell(kMeetWindows, 1, words_->attached, their_attached_));
+  shares_ = std::find(their_attached_.begin(), their_attached_.end(), 0) == their_attached_.end();
+  return absl::OkStatus();
+}
+
+absl::Status FabricCommunicator::ShowInput(Operation operation, std::int64_t operation_bytes,
+                                           const void* in, std::int64_t bytes) {
+  words_->place = *windows_.Find(in, bytes);
+  RETURN_IF_ERROR(Tell(operation, operation_bytes, words_->place, their_places_));
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank()) continue;
+    const SharedWindows::Place& place = their_places_[static_cast<std::size_t>(r)];
+    sources_[static_cast<std::size_t>(r)] = windows_.At(r, place, bytes);
+    if (sources_[static_cast<std::size_t>(r)] != nullptr) continue;
+    rounds_.Fail(absl::InternalError(
+        fmt::format("rank {} has {} bytes at {} of window {}, where there are none", r, bytes,
+                    place.offset, place.window)));
+    return rounds_.CheckStatus();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FabricCommunicator::AllReduceShared(float* data, std::int64_t count) {
+  // As in two, but all is read where it lies.
+  const std::int64_t bytes = count * kFloatBytes;
+  const std::int64_t chunk = RoundUp(CeilDiv(count, size()), kAlign / kFloatBytes);
+  const auto begin = [&](int r) { return std::min(r * chunk, count); };
+  const auto length = [&](int r) { return begin(r + 1) - begin(r); };
+  RETURN_IF_ERROR(ShowInput(kSharedAllReduceScatter, bytes, data, bytes));
+  float* const own = data + begin(rank());
+  SumSources(own, begin(rank()), length(rank()), own);
+  RETURN_IF_ERROR(Barrier(kSharedAllReduceGather, bytes));
+  for (int i = 1; i < size(); ++i) {
+    const int r = (rank() + i) % size();
+    const std::int64_t offset = begin(r) * kFloatBytes;
+    std::memcpy(data + begin(r), sources_[r] + offset, length(r) * kFloatBytes);
+    read_bytes_ += length(r) * kFloatBytes;
+  }
+  return Barrier(kLeaveShared, bytes);
+}
 
 absl::Status FabricCommunicator::AllReduceDirect(float* data, std::int64_t count) {
   const std::int64_t bytes = count * kFloatBytes;
@@ -258,7 +421,7 @@ std::unique_ptr<Communicator> MakeFabricCommunicator(std::shared_ptr<CollectiveM
                                                      absl::Span<const PeerId> peers,
                                                      absl::Span<const std::uint32_t> tags,
                                                      const FabricCommunicatorOptions& options) {
-  return std::make_unique<FabricCommunicator>(std::move(mux), rank, peers, tags, options);
+  return std::make_unique<FabricCommunicator>(mux, rank, peers, tags, options);
 }
 
 }  // namespace weft

@@ -7,12 +7,13 @@
 #include <vector>
 
 #include "fmt/format.h"
-#include "server/base/status_macros.h"
+#include "kernels/device/buffer.h"
 
 namespace weft {
 namespace {
 
 constexpr std::int64_t kMaxBytes = 1 << 20;
+constexpr int kWindowOffset = 64;  // floats: how far apart ranks may use their windows
 
 enum class Op { kAllReduce, kAllGather, kReduceScatter, kAllToAll, kGather };
 constexpr const char* kOpNames[] = {"AllReduceSum", "AllGather", "ReduceScatterSum", "AllToAll",
@@ -38,16 +39,24 @@ class Checker {
         n_(static_cast<int>(context.peers.size())),
         random_(seed * 31 + static_cast<std::uint64_t>(context.rank)),
         communicator_(
-            context.MakeCommunicator({.id = 7, .max_bytes = kMaxBytes, .progress = &progress_})) {}
+            context.MakeCommunicator({.id = 7, .max_bytes = kMaxBytes, .progress = &progress_})),
+        in_window_(*communicator_->Allocate(kMaxBytes + kWindowOffset * 4, stream_)),
+        out_window_(*communicator_->Allocate(kMaxBytes + kWindowOffset * 4, stream_)) {}
 
   std::string Run() {
     std::mt19937_64 shared(seed_);  // the same calls on every rank
     for (std::int64_t count : {0L, 1L, 3L, 17L, 1991L, 1992L, 1993L, 8191L, 20000L, 70001L}) {
-      for (int op = 0; op < 5; ++op) {
-        if (std::string error = Call(static_cast<Op>(op), count); !error.empty()) return error;
+      for (int variant = 0; variant < 4; ++variant) {
+        in_place_ = variant % 2 == 0;
+        in_windows_ = variant < 2;
+        for (int op = 0; op < 5; ++op) {
+          if (std::string error = Call(static_cast<Op>(op), count); !error.empty()) return error;
+        }
       }
     }
     for (int i = 0; i < 100; ++i) {
+      in_place_ = shared() % 2 == 0;
+      in_windows_ = shared() % 2 == 0;
       const Op op = static_cast<Op>(shared() % 5);
       const auto count = static_cast<std::int64_t>(shared() % (shared() % 8 == 0 ? 40000 : 3000));
       if (std::string error = Call(op, count); !error.empty()) return error;
@@ -89,62 +98,57 @@ class Checker {
   absl::Status Make(Op op, std::int64_t count, std::vector<float>* out,
                     std::vector<float>* expected) {
     const int me = context_.rank;
-    const auto total = static_cast<std::size_t>(count * n_);
+    const auto total = static_cast<std::size_t>(op == Op::kAllReduce ? count : count * n_);
     // What rank r brings: `count` floats, or `count` for each rank.
     const auto sum = [&](std::int64_t i) {
       float s = Value(seed_, call_, 0, i);
       for (int r = 1; r < n_; ++r) s += Value(seed_, call_, r, i);
       return s;
     };
-    std::vector<float> in(total);
+    std::vector<float> values(total);
     for (std::size_t i = 0; i < total; ++i) {
-      in[i] = Value(seed_, call_, me, static_cast<std::int64_t>(i));
+      values[i] = Value(seed_, call_, me, static_cast<std::int64_t>(i));
     }
+    // Memory that a rank gets from the communicator may not start where another's does.
+    const int offset = me * 16 % kWindowOffset;
+    float* const in = in_windows_ ? in_window_.as<float>() + offset : values.data();
+    if (in_windows_) std::copy(values.begin(), values.end(), in);
+    std::vector<float> results(total);
+    float* const to = in_windows_ ? out_window_.as<float>() + offset : results.data();
+    const auto take = [&](const float* from, std::int64_t floats, const absl::Status& status) {
+      out->assign(from, from + floats);
+      return status;
+    };
     switch (op) {
       case Op::kAllReduce:
-        in.resize(static_cast<std::size_t>(count));
         for (std::int64_t i = 0; i < count; ++i) expected->push_back(sum(i));
-        *out = in;
-        return communicator_->AllReduceSum(out->data(), count, DType::kFloat32, stream_);
+        return take(in, count, communicator_->AllReduceSum(in, count, DType::kFloat32, stream_));
       case Op::kAllGather:
       case Op::kGather:
         for (int r = 0; r < n_; ++r) {
           for (std::int64_t i = 0; i < count; ++i) expected->push_back(Value(seed_, call_, r, i));
         }
-        out->resize(total);
         if (op == Op::kAllGather) {
-          if (call_ % 2 == 0) {  // in place
-            std::copy_n(in.begin(), count, out->begin() + me * count);
-            return communicator_->AllGather(out->data() + me * count, out->data(), count * 4,
-                                            stream_);
-          }
-          return communicator_->AllGather(in.data(), out->data(), count * 4, stream_);
+          float* const own = in_place_ ? to + me * count : in;
+          if (in_place_) std::copy_n(in, count, own);
+          return take(to, count * n_, communicator_->AllGather(own, to, count * 4, stream_));
         }
-        if (me != 0) {
-          expected->clear();
-          out->clear();
-        }
-        return communicator_->Gather(in.data(), me == 0 ? out->data() : nullptr, count * 4,
-                                     stream_);
-      case Op::kReduceScatter:
+        if (me != 0) expected->clear();
+        return take(to, me == 0 ? count * n_ : 0,
+                    communicator_->Gather(in, me == 0 ? to : nullptr, count * 4, stream_));
+      case Op::kReduceScatter: {
         for (std::int64_t i = 0; i < count; ++i) expected->push_back(sum(me * count + i));
-        out->resize(static_cast<std::size_t>(count));
-        if (call_ % 2 == 0) {  // in place
-          RETURN_IF_ERROR(communicator_->ReduceScatterSum(in.data(), in.data() + me * count, count,
-                                                          DType::kFloat32, stream_));
-          std::copy_n(in.begin() + me * count, count, out->begin());
-          return absl::OkStatus();
-        }
-        return communicator_->ReduceScatterSum(in.data(), out->data(), count, DType::kFloat32,
-                                               stream_);
+        float* const sums = in_place_ ? in + me * count : to;
+        return take(sums, count,
+                    communicator_->ReduceScatterSum(in, sums, count, DType::kFloat32, stream_));
+      }
       case Op::kAllToAll:
         for (int r = 0; r < n_; ++r) {
           for (std::int64_t i = 0; i < count; ++i) {
             expected->push_back(Value(seed_, call_, r, me * count + i));
           }
         }
-        out->resize(total);
-        return communicator_->AllToAll(in.data(), out->data(), count * 4, stream_);
+        return take(to, count * n_, communicator_->AllToAll(in, to, count * 4, stream_));
     }
     return absl::InternalError("no such operation");
   }
@@ -156,6 +160,10 @@ class Checker {
   std::atomic<std::uint64_t> progress_{0};
   const std::unique_ptr<Communicator> communicator_;
   NoStream stream_;
+  const kernels::Buffer in_window_;
+  const kernels::Buffer out_window_;
+  bool in_place_ = false;
+  bool in_windows_ = false;  // memory of the communicator
   int call_ = 0;
 };
 

@@ -15,9 +15,9 @@ class NoStream final : public kernels::Stream {
   absl::Status Synchronize() override { return absl::OkStatus(); }
 };
 
-// Runs every collective over sizes 0, 1, odd, around the piece size and large, compares bit by bit
-// with brute force, compares received_bytes with the formulas of dcp.md, and stalls ranks at
-// random by `seed`.
+// Runs every collective over sizes 0, 1, odd, around the piece size and large, in memory of the
+// communicator and in other memory, in place and not, compares bit by bit with brute force,
+// compares received_bytes with the formulas of dcp.md, and stalls ranks at random by `seed`.
 std::string CheckCollectives(RankContext& context, std::uint64_t seed);
 
 }  // namespace weft

@@ -13,6 +13,8 @@
 #include "tests/worker/group/collective_checks.h"
 #include "tests/worker/group/rank_processes.h"
 #include "worker/group/collective_mux.h"
+#include "worker/group/collective_rounds.h"
+#include "worker/group/shared_windows.h"
 
 namespace weft {
 namespace {
@@ -203,6 +205,99 @@ TEST(CommunicatorTest, GathersInARowDoNotOverrunASlowRoot) {
       Each(IsEmpty()));
 }
 
+constexpr std::int64_t kLongBytes = 1 << 20;
+
+// What comes over the fabric for an all-gather of 1 MiB each that all ranks take from their
+// communicator. Rank 0 asks for `first_bytes` there.
+std::vector<std::string> GatherFromWindows(std::int64_t first_bytes,
+                                           std::uint64_t most_fabric_bytes) {
+  return RunOnThreads(3, [=](RankContext& c) -> std::string {
+    NoStream stream;
+    const auto communicator = c.MakeCommunicator({.id = 1, .max_bytes = 3 * kLongBytes});
+    const kernels::Buffer in =
+        *communicator->Allocate(c.rank == 0 ? first_bytes : kLongBytes, stream);
+    std::vector<std::uint8_t> out(3 * kLongBytes);
+    std::fill_n(in.data(), kLongBytes, static_cast<std::byte>(c.rank + 1));
+    if (auto s = communicator->AllGather(in.data(), out.data(), kLongBytes, stream); !s.ok()) {
+      return s.ToString();
+    }
+    for (std::int64_t i = 0; i < 3 * kLongBytes; ++i) {
+      if (out[static_cast<std::size_t>(i)] != i / kLongBytes + 1) return "wrong bytes";
+    }
+    if (communicator->Counters().received_bytes != 2 * kLongBytes) return "wrong count";
+    const std::uint64_t bytes = c.fabric->Counters().received_bytes;
+    return bytes <= most_fabric_bytes ? "" : fmt::format("{} bytes over the fabric", bytes);
+  });
+}
+
+TEST(CommunicatorTest, LongInputsInItsMemoryAreReadWhereTheyLie) {
+  EXPECT_THAT(GatherFromWindows(kLongBytes, 4096), Each(IsEmpty()));
+}
+
+TEST(CommunicatorTest, ARankWithOtherWindowsIsSentEverything) {
+  EXPECT_THAT(GatherFromWindows(kLongBytes + 64, 4 * kLongBytes), Each(IsEmpty()));
+  EXPECT_THAT(GatherFromWindows(kLongBytes + 64, 4096), Each(HasSubstr("over the fabric")));
+}
+
+TEST(CommunicatorTest, InputsInSomeRanksWindowsOnlyAreAnError) {
+  EXPECT_THAT(RunOnThreads(2,
+                           [](RankContext& c) -> std::string {
+                             NoStream stream;
+                             const auto communicator =
+                                 c.MakeCommunicator({.id = 1, .max_bytes = 2 * kLongBytes});
+                             const kernels::Buffer window =
+                                 *communicator->Allocate(kLongBytes, stream);
+                             std::vector<std::byte> other(kLongBytes);
+                             std::vector<std::byte> out(2 * kLongBytes);
+                             return communicator
+                                 ->AllGather(c.rank == 0 ? window.data() : other.data(), out.data(),
+                                             kLongBytes, stream)
+                                 .ToString();
+                           }),
+              Each(AllOf(HasSubstr("INTERNAL"), HasSubstr("AllGather"))));
+}
+
+// A peer that says its input lies where it has no window.
+TEST(CommunicatorTest, APlaceOutsideOfWindowsIsAnError) {
+  for (const SharedWindows::Place place :
+       {SharedWindows::Place{1, 0}, SharedWindows::Place{0, 64},
+        SharedWindows::Place{0, ~std::uint64_t{0}}, SharedWindows::Place{~std::uint64_t{0}, 0}}) {
+    std::unique_ptr<Fabric> fabric = MakeLocalFabric("us");
+    std::unique_ptr<Fabric> other = MakeLocalFabric("peer");
+    const PeerId to_other = *fabric->Connect(other->LocalAddress(), 0);
+    const PeerId to_us = *other->Connect(fabric->LocalAddress(), 1);
+    const PeerId peers[] = {to_other, to_other};
+    const std::uint32_t tags[] = {0, 1};
+    const auto communicator = MakeFabricCommunicator(MakeCollectiveMux(*fabric), 0, peers, tags,
+                                                     {.id = 1, .max_bytes = 2 * kLongBytes});
+    NoStream stream;
+    const kernels::Buffer in = *communicator->Allocate(kLongBytes, stream);
+    SharedWindows windows(1, 2);
+    const kernels::Buffer theirs = *windows.Allocate(kLongBytes);
+    const auto send = [&](std::uint32_t round, Operation operation, std::int64_t bytes,
+                          const auto& word) {
+      const CollectiveHeader header = {.communicator = 1,
+                                       .round = round,
+                                       .operation = operation,
+                                       .reserved = 0,
+                                       .operation_bytes = static_cast<std::uint64_t>(bytes),
+                                       .offset = 0};
+      const absl::Span<const std::byte> spans[] = {
+          {reinterpret_cast<const std::byte*>(&header), sizeof(header)},
+          {reinterpret_cast<const std::byte*>(&word), sizeof(word)}};
+      ASSERT_TRUE(other->Send(to_us, Channel::kCollective, spans, nullptr).ok());
+    };
+    send(0, kMeetWindows, 0, windows.handles());
+    send(1, kMeetWindows, 1, std::uint64_t{1});
+    send(2, kSharedAllGather, kLongBytes, place);
+    std::vector<std::byte> out(2 * kLongBytes);
+    const absl::Status status = communicator->AllGather(in.data(), out.data(), kLongBytes, stream);
+    EXPECT_THAT(status.ToString(),
+                AllOf(HasSubstr("INTERNAL: rank 1 has 1048576 bytes at"), HasSubstr("of window")));
+    EXPECT_EQ(communicator->AllGather(in.data(), out.data(), 0, stream), status);
+  }
+}
+
 TEST(CommunicatorTest, AbortEndsTheRunningCallAndEveryLaterOne) {
   EXPECT_THAT(RunOnThreads(2,
                            [](RankContext& c) -> std::string {
@@ -287,7 +382,8 @@ TEST(CommunicatorTest, SurvivesNonsenseOnTheWire) {
       const CollectiveHeader header = {
           .communicator = static_cast<std::uint32_t>(pick({1, 1, 1, 1, 2})),
           .round = static_cast<std::uint32_t>(pick({0, 0, 1, 1, 2, 3, 4, 5, ~0ULL})),
-          .operation = static_cast<std::uint32_t>(pick({0, 1, 2, 3, 4, 5, 6, 7, 8})),
+          .operation = static_cast<std::uint32_t>(
+              pick({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})),
           .reserved = 0,
           .operation_bytes = pick({0, 8000, 50000}),
           .offset = pick({0, 0, 7968, 15936, 42032})};

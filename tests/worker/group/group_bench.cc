@@ -27,15 +27,21 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kMaxBytes = 16 << 20;
 
-std::string Bench(RankContext& context) {
+std::string Bench(RankContext& context, bool shared) {
   NoStream stream;
   const std::unique_ptr<Communicator> communicator =
-      context.MakeCommunicator({.id = 1, .max_bytes = kMaxBytes});
+      context.MakeCommunicator({.id = shared ? 1U : 2U, .max_bytes = kMaxBytes});
   Communicator& c = *communicator;
   const int n = c.size();
-  std::vector<float> in(kMaxBytes / 4, 1.0F);
-  std::vector<float> out(kMaxBytes / 4);
-  if (context.rank == 0) fmt::print("{} ranks, p50 us (p90)\n{:>10}", n, "bytes");
+  const auto allocate = [&] {
+    return *(shared ? c.Allocate(kMaxBytes, stream) : kernels::Buffer::Allocate(kMaxBytes));
+  };
+  const kernels::Buffer in = allocate();
+  const kernels::Buffer out = allocate();
+  if (context.rank == 0) {
+    fmt::print("{} ranks, {}, p50 us (p90)\n{:>10}", n,
+               shared ? "the communicator's memory" : "other memory", "bytes");
+  }
   constexpr const char* kNames[] = {"all-reduce", "all-gather", "reduce-sc", "all-to-all",
                                     "gather"};
   if (context.rank == 0) {
@@ -84,6 +90,11 @@ std::string Bench(RankContext& context) {
   return "";
 }
 
+std::string BenchBoth(RankContext& context) {
+  std::string error = Bench(context, true);
+  return error.empty() ? Bench(context, false) : error;
+}
+
 // Enters the network namespace that WEFT_BENCH_NETNS has for the rank.
 void EnterNamespace(int rank) {
   const char* const list = std::getenv("WEFT_BENCH_NETNS");
@@ -110,7 +121,7 @@ int main(int argc, char** argv) {
   if (sizes.empty()) sizes = {2, 4};
   int failed = 0;
   for (int n : sizes) {
-    weft::RankProcesses ranks(n, weft::Bench, weft::EnterNamespace);
+    weft::RankProcesses ranks(n, weft::BenchBoth, weft::EnterNamespace);
     for (const std::string& answer : ranks.JoinAll()) {
       if (answer.empty()) continue;
       fmt::print(stderr, "{}\n", answer);

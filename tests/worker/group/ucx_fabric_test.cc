@@ -101,19 +101,28 @@ TEST_P(UcxOverTest, HearsOnlyThoseWhoWereGivenItsAddress) {
   EXPECT_THAT(ranks.JoinAll(), Each(IsEmpty()));
 }
 
+struct Reduced {
+  std::int64_t count;
+  bool shared;  // the communicator's memory
+};
+constexpr Reduced kReduced[] = {{1000, false}, {2'000'000, false}, {2'000'000, true}};
+
 // All-reduces until one fails; answers with the error.
 std::string ReduceUntilError(RankContext& context, absl::Duration stall_timeout,
-                             std::int64_t count) {
+                             const Reduced& reduced) {
+  const std::int64_t count = reduced.count;
   NoStream stream;
   const std::unique_ptr<Communicator> communicator =
       context.MakeCommunicator({.id = 1, .max_bytes = count * 4, .stall_timeout = stall_timeout});
-  std::vector<float> data(static_cast<std::size_t>(count), 1.0F);
+  const kernels::Buffer data = *(reduced.shared ? communicator->Allocate(count * 4, stream)
+                                                : kernels::Buffer::Allocate(count * 4));
+  const auto reduce = [&] {
+    return communicator->AllReduceSum(data.data(), count, DType::kFloat32, stream);
+  };
   for (int i = 0;; ++i) {
-    const absl::Status status =
-        communicator->AllReduceSum(data.data(), count, DType::kFloat32, stream);
+    const absl::Status status = reduce();
     if (!status.ok()) {
-      const absl::Status again =
-          communicator->AllReduceSum(data.data(), count, DType::kFloat32, stream);
+      const absl::Status again = reduce();
       if (again != status) return "a failed communicator did not stay failed";
       return status.ToString();
     }
@@ -123,9 +132,9 @@ std::string ReduceUntilError(RankContext& context, absl::Duration stall_timeout,
 
 TEST_P(UcxOverTest, AKilledPeerEndsACollectiveWithUnavailable) {
   // With a stall timeout that never passes here, UCX itself has to notice.
-  for (const std::int64_t count : {1000L, 2000000L}) {
+  for (const Reduced& reduced : kReduced) {
     RankProcesses ranks(
-        3, [count](RankContext& c) { return ReduceUntilError(c, absl::Minutes(10), count); });
+        3, [&](RankContext& c) { return ReduceUntilError(c, absl::Minutes(10), reduced); });
     for (int r = 0; r < 3; ++r) ranks.AwaitByte(r);
     ranks.Kill(1);
     EXPECT_THAT(ranks.Join(0), HasSubstr("UNAVAILABLE"));
@@ -134,9 +143,9 @@ TEST_P(UcxOverTest, AKilledPeerEndsACollectiveWithUnavailable) {
 }
 
 TEST_P(UcxOverTest, AStoppedPeerEndsACollectiveWithUnavailableAfterTheStallTimeout) {
-  for (const std::int64_t count : {1000L, 2000000L}) {
+  for (const Reduced& reduced : kReduced) {
     RankProcesses ranks(
-        3, [count](RankContext& c) { return ReduceUntilError(c, absl::Seconds(1), count); });
+        3, [&](RankContext& c) { return ReduceUntilError(c, absl::Seconds(1), reduced); });
     for (int r = 0; r < 3; ++r) ranks.AwaitByte(r);
     kill(ranks.pid(1), SIGSTOP);
     // Whoever gives up second may find the other gone.
@@ -235,12 +244,14 @@ TEST(UcxFabricTest, LeavesNoSharedMemoryWhenKilled) {
   const std::set<std::string> files_before = SharedMemoryFiles();
   std::set<pid_t> pids;
   for (int delay_ms : {0, 1, 5, 20, 100}) {
-    RankProcesses ranks(
-        3, [](RankContext& c) { return ReduceUntilError(c, absl::Seconds(30), 1000); });
-    std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
-    for (int r = 0; r < 3; ++r) {
-      pids.insert(ranks.pid(r));
-      ranks.Kill(r);
+    for (const Reduced& reduced : kReduced) {
+      RankProcesses ranks(
+          3, [&](RankContext& c) { return ReduceUntilError(c, absl::Seconds(30), reduced); });
+      std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
+      for (int r = 0; r < 3; ++r) {
+        pids.insert(ranks.pid(r));
+        ranks.Kill(r);
+      }
     }
   }
   EXPECT_THAT(SharedMemoryOf(pids, files_before), IsEmpty());

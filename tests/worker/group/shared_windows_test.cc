@@ -1,0 +1,116 @@
+#include "worker/group/shared_windows.h"
+
+#include <sys/shm.h>
+
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace weft {
+namespace {
+
+constexpr std::int64_t kBytes = 100'000;
+
+TEST(SharedWindowsTest, AnotherRankReadsWhatIsWritten) {
+  SharedWindows one(0, 2);
+  SharedWindows two(1, 2);
+  const kernels::Buffer first = *one.Allocate(kBytes);
+  const kernels::Buffer second = *one.Allocate(2 * kBytes);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(second.data()) % 64, 0);
+  const kernels::Buffer theirs[] = {*two.Allocate(kBytes), *two.Allocate(2 * kBytes)};
+  ASSERT_TRUE(two.Attach(0, one.handles()));
+  const std::optional<SharedWindows::Place> place = one.Find(second.data() + 64, kBytes);
+  ASSERT_TRUE(place.has_value());
+  const std::byte* const seen = two.At(0, *place, kBytes);
+  ASSERT_NE(seen, nullptr);
+  EXPECT_NE(seen, second.data() + 64);
+  EXPECT_EQ(seen[kBytes - 1], std::byte{0});  // zeroed, as all buffers
+  std::memset(second.data() + 64, 7, kBytes);
+  EXPECT_EQ(seen[0], std::byte{7});
+  EXPECT_EQ(seen[kBytes - 1], std::byte{7});
+}
+
+TEST(SharedWindowsTest, FindsOnlyWhatLiesInAWindow) {
+  SharedWindows windows(0, 1);
+  const kernels::Buffer window = *windows.Allocate(kBytes);
+  EXPECT_TRUE(windows.Find(window.data(), kBytes).has_value());
+  EXPECT_TRUE(windows.Find(window.data() + kBytes, 0).has_value());
+  EXPECT_FALSE(windows.Find(window.data(), kBytes + 1).has_value());
+  EXPECT_FALSE(windows.Find(window.data() - 1, 1).has_value());
+  EXPECT_FALSE(windows.Find(window.data() + 1, kBytes).has_value());
+  std::vector<std::byte> other(16);
+  EXPECT_FALSE(windows.Find(other.data(), 16).has_value());
+  EXPECT_FALSE(windows.Find(nullptr, 0).has_value());
+}
+
+TEST(SharedWindowsTest, AttachesOnlyWhatTheHandleSpeaksOf) {
+  SharedWindows one(0, 2);
+  const kernels::Buffer window = *one.Allocate(kBytes);
+  const auto attaches = [&](const SharedWindows::Handles& handles) {
+    SharedWindows two(1, 2);
+    const kernels::Buffer theirs = *two.Allocate(kBytes);
+    const bool attached = two.Attach(0, handles);
+    // What is not attached is not read.
+    EXPECT_EQ(two.At(0, {0, 0}, kBytes) != nullptr, attached);
+    return attached;
+  };
+  EXPECT_TRUE(attaches(one.handles()));
+  SharedWindows::Handles handles = one.handles();
+  handles[0].key ^= 1;  // as of another host
+  EXPECT_FALSE(attaches(handles));
+  handles = one.handles();
+  handles[0].id = 0x7fffffff;
+  EXPECT_FALSE(attaches(handles));
+  handles = one.handles();
+  handles[0].bytes = 0;  // as of a rank that got no segment
+  EXPECT_FALSE(attaches(handles));
+  handles = one.handles();
+  handles[1] = handles[0];  // one more than this rank has
+  EXPECT_FALSE(attaches(handles));
+  // A segment that is shorter than was said.
+  SharedWindows small(0, 2);
+  const kernels::Buffer small_window = *small.Allocate(64);
+  handles = one.handles();
+  handles[0].id = small.handles()[0].id;
+  handles[0].key = small.handles()[0].key;
+  EXPECT_FALSE(attaches(handles));
+}
+
+TEST(SharedWindowsTest, WhatIsTooManyIsMemoryWithoutAWindow) {
+  SharedWindows windows(0, 1);
+  std::vector<kernels::Buffer> buffers;
+  for (std::size_t i = 0; i <= SharedWindows::kMaxWindows; ++i) {
+    buffers.push_back(*windows.Allocate(kBytes));
+    std::memset(buffers.back().data(), 1, kBytes);
+    EXPECT_EQ(windows.Find(buffers.back().data(), kBytes).has_value(),
+              i < SharedWindows::kMaxWindows);
+  }
+  EXPECT_EQ(windows.Allocate(0)->size_bytes(), 0);
+}
+
+// Nothing is left behind, however a process dies: a segment is marked for removal from the start.
+TEST(SharedWindowsTest, ASegmentGoesWithTheLastThatHasIt) {
+  std::optional<SharedWindows> one(std::in_place, 0, 2);
+  kernels::Buffer window = *one->Allocate(kBytes);
+  std::optional<SharedWindows> two(std::in_place, 1, 2);
+  const kernels::Buffer theirs = *two->Allocate(kBytes);
+  const int id = one->handles()[0].id;
+  shmid_ds segment{};
+  ASSERT_EQ(shmctl(id, IPC_STAT, &segment), 0);
+  EXPECT_NE(segment.shm_perm.mode & SHM_DEST, 0);
+  EXPECT_EQ(segment.shm_perm.mode & 0777, 0600);
+  ASSERT_TRUE(two->Attach(0, one->handles()));
+  window.data()[0] = std::byte{1};
+  one.reset();
+  EXPECT_EQ(window.data()[0], std::byte{1});  // a buffer may outlive its windows
+  window = {};
+  EXPECT_EQ(*two->At(0, {0, 0}, 1), std::byte{1});  // others still have it
+  EXPECT_EQ(shmctl(id, IPC_STAT, &segment), 0);
+  two.reset();
+  EXPECT_NE(shmctl(id, IPC_STAT, &segment), 0);
+}
+
+}  // namespace
+}  // namespace weft
