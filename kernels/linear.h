@@ -38,17 +38,27 @@ class PackedMatrix {
   static absl::StatusOr<PackedMatrix> Pack(absl::Span<const MatrixView> parts, WeightFormat format,
                                            Stream& stream);
 
+  // Two weights of one shape as one of twice the rows, whose product is gated (LinearParams). On
+  // the CPU: `stream` has no device. Errors as of Pack(), whose parts they are.
+  static absl::StatusOr<PackedMatrix> PackGated(const MatrixView& gate, const MatrixView& up,
+                                                WeightFormat format, Stream& stream);
+
   std::int32_t out_features() const { return out_features_; }
   std::int32_t in_features() const { return in_features_; }
   WeightFormat format() const { return format_; }
+  bool gated() const { return gated_; }
   std::int64_t size_bytes() const { return buffer_.size_bytes(); }
   const std::byte* data() const { return buffer_.data(); }
 
  private:
+  static absl::StatusOr<PackedMatrix> Pack(absl::Span<const MatrixView> parts, bool gated,
+                                           WeightFormat format, Stream& stream);
+
   Buffer buffer_;
   std::int32_t out_features_ = 0;
   std::int32_t in_features_ = 0;
   WeightFormat format_ = WeightFormat::kFloat32;
+  bool gated_ = false;
 };
 
 // Weights of one shape and format whose products run at once: the experts of a layer, or its heads.
@@ -76,6 +86,9 @@ class MatrixGroup {
 // of threads: each is one fixed order of additions (batching must not change a token, law 2).
 // Where RoundsInputs() x is rounded to bfloat16 if the weights are, and to 16-bit integers in
 // groups of 32 with a scale if those are integers; else it stays fp32.
+//
+// Of a gated weight y = silu(x G^T (+ bias)) * (x U^T (+ bias)), silu(x) = x / (1 + exp(-x)): y has
+// half of the weight's out_features, bias all, the gate's first; no residual.
 struct LinearParams {
   const float* x;  // [num_rows, in_features], x_stride floats from row to row
   const PackedMatrix* weight;

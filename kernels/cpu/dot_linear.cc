@@ -25,7 +25,7 @@ constexpr std::int64_t kLine = 64;
 constexpr std::int64_t kUnhintedRows = 3;
 constexpr std::int64_t kAheadBytes = 16384;
 static_assert(kStreamedRows == kTileRows);
-// Values of x that a thread has rounded at a time.
+// Values of x that a thread has rounded at a time, but for what pads its rows.
 constexpr std::int64_t kRounded = 108 * 1024;
 
 // Tiles of a piece: as even as can be, since one with few rows would wait for its own additions.
@@ -49,10 +49,39 @@ struct TileSums {
   }
 };
 
-// What a tile reads of x: for each step of the weights [pairs of inputs][rows].
+// What a tile reads of x. Its rows lie apart by one number, so that three of them need one
+// register: a tile's would not fit.
 struct TileInputs {
-  const std::uint32_t* pairs;
-  const float* scales;  // [steps][rows]; of integers
+  const std::uint32_t* pairs;  // [rows][pairs of inputs]
+  std::int64_t stride;         // pairs from row to row
+  const float* scales;         // [rows][steps]; of integers
+  std::int64_t scales_stride;
+};
+
+// Where the pairs of a tile's rows are, for each step of the weights.
+template <int kRows>
+class PairsOfRows {
+ public:
+  explicit PairsOfRows(const TileInputs& x) : stride_(x.stride) {
+    for (int i = 0; i < kBases; ++i) bases_[i] = x.pairs + 3 * i * stride_;
+  }
+
+  // Input pair `pair` of row `row`, in all lanes.
+  AVX512_DOT __m512i operator()(int row, int pair) const {
+    return _mm512_set1_epi32(static_cast<int>((bases_[row / 3] + row % 3 * stride_)[pair]));
+  }
+  void Advance(int pairs) {
+    for (int i = 0; i < kBases; ++i) {
+      bases_[i] += pairs;
+      // Hides that bases have to do with each other, or a register would be taken for each row.
+      __asm__("" : "+r"(bases_[i]));
+    }
+  }
+
+ private:
+  static constexpr int kBases = (kRows + 2) / 3;
+  const std::uint32_t* bases_[kBases];
+  std::int64_t stride_;
 };
 
 // Weights of bfloat16: a step is a pair of inputs.
@@ -61,13 +90,11 @@ struct BFloat16Dots {
   static constexpr std::int64_t kStepBytes = 4 * kPanelWidth;
   static constexpr std::int64_t kBlockInputs = kPanelWidth;  // rounded at a time
 
-  // Rounds up to 16 inputs; pairs[i * rows] are to be written.
-  AVX512_DOT static void Round(const float* x, std::int64_t count, std::int64_t rows,
-                               std::uint32_t* pairs, float* /*scale*/) {
-    alignas(32) std::uint32_t rounded[kBlockInputs / 2];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(rounded),
+  // Rounds up to 16 inputs, and zeros past them.
+  AVX512_DOT static void Round(const float* x, std::int64_t count, std::uint32_t* pairs,
+                               float* /*scale*/) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(pairs),
                        (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(FirstLanes(count), x)));
-    for (std::int64_t i = 0; i < (count + 1) / 2; ++i) pairs[i * rows] = rounded[i];
   }
 
   template <int kRows, int kPanels, bool kHint>
@@ -78,7 +105,8 @@ struct BFloat16Dots {
     for (int p = 0; p < kPanels; ++p) {
       for (int r = 0; r < kRows; ++r) sum[p][r] = sums.Load(p, r);
     }
-    for (std::int64_t k = 0; k < num_steps; ++k, x.pairs += kRows, panel += kStepBytes) {
+    PairsOfRows<kRows> pairs(x);
+    for (std::int64_t k = 0; k < num_steps; ++k, pairs.Advance(1), panel += kStepBytes) {
       if constexpr (kHint) {
         __builtin_prefetch(next, 0, 2);
         next += next_step;
@@ -88,7 +116,7 @@ struct BFloat16Dots {
         w[p] = (__m512bh)_mm512_loadu_si512(panel + p * panel_stride);
       }
       for (int r = 0; r < kRows; ++r) {
-        const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(x.pairs[r]));
+        const auto pair = (__m512bh)pairs(r, 0);
         for (int p = 0; p < kPanels; ++p) sum[p][r] = _mm512_dpbf16_ps(sum[p][r], w[p], pair);
       }
     }
@@ -106,8 +134,8 @@ struct IntegerDots {
   static constexpr std::int64_t kBlockInputs = kQuantGroup;
   static constexpr int kPairs = kQuantGroup / 2;
 
-  AVX512_DOT static void Round(const float* x, std::int64_t count, std::int64_t rows,
-                               std::uint32_t* pairs, float* scale) {
+  AVX512_DOT static void Round(const float* x, std::int64_t count, std::uint32_t* pairs,
+                               float* scale) {
     constexpr float kLargest = 32767;
     const __m512 low = _mm512_maskz_loadu_ps(FirstLanes(std::min<std::int64_t>(16, count)), x);
     const __m512 high =
@@ -117,14 +145,12 @@ struct IntegerDots {
     const __mmask16 nan = _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q);
     *scale = nan != 0 ? std::numeric_limits<float>::quiet_NaN() : largest / kLargest;
     const __m512 inverse = _mm512_set1_ps(largest == 0 ? 0 : kLargest / largest);
-    alignas(64) std::uint32_t rounded[kPairs];
     const auto store = [&](__m512 values, std::uint32_t* to) AVX512_DOT {
       const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse));
       _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtsepi32_epi16(integers));
     };
-    store(low, rounded);
-    store(high, rounded + kPairs / 2);
-    for (std::int64_t i = 0; i < kPairs; ++i) pairs[i * rows] = rounded[i];
+    store(low, pairs);
+    store(high, pairs + kPairs / 2);
   }
 
   // Inputs 2 * pair and 2 * pair + 1 of a group, as int16.
@@ -158,7 +184,8 @@ struct IntegerDots {
         for (int r = 0; r < kRows; ++r) total[p][r] = sums.Load(p, r);
       }
     }
-    for (std::int64_t k = 0; k < num_steps; ++k, panel += kStepBytes) {
+    PairsOfRows<kRows> pairs(x);
+    for (std::int64_t k = 0; k < num_steps; ++k, pairs.Advance(kPairs), panel += kStepBytes) {
       if constexpr (kHint) {
         const std::byte* const end = next + next_step;
         for (; next < end; next += kLine) __builtin_prefetch(next, 0, 2);
@@ -171,13 +198,13 @@ struct IntegerDots {
         }
       }
 #pragma GCC unroll 16
-      for (int pair = 0; pair < kPairs; ++pair, x.pairs += kRows) {
+      for (int pair = 0; pair < kPairs; ++pair) {
         __m512i w[kPanels];
         for (int p = 0; p < kPanels; ++p) {
           w[p] = Load(panel + p * panel_stride, pair);
         }
         for (int r = 0; r < kRows; ++r) {
-          const __m512i input = _mm512_set1_epi32(static_cast<int>(x.pairs[r]));
+          const __m512i input = pairs(r, pair);
           for (int p = 0; p < kPanels; ++p) {
             __m512i& chain = sum[pair % kChains][p][r];
             chain = _mm512_dpwssd_epi32(chain, w[p], input);
@@ -188,7 +215,8 @@ struct IntegerDots {
         const __m512 scale = _mm512_cvtph_ps(
             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + p * panel_stride)));
         for (int r = 0; r < kRows; ++r) {
-          const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[r]));
+          const __m512 factor =
+              _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[r * x.scales_stride + k]));
           for (int c = 1; c < kChains; ++c) {
             sum[0][p][r] = _mm512_add_epi32(sum[0][p][r], sum[c][p][r]);
           }
@@ -201,7 +229,6 @@ struct IntegerDots {
         }
       }
       sums.from_zero = false;
-      x.scales += kRows;
     }
     if constexpr (kInRegisters) {
       for (int p = 0; p < kPanels; ++p) {
@@ -211,12 +238,14 @@ struct IntegerDots {
   }
 };
 
-// x[row][first, first + depth) of a piece's rows, rounded, in the order it is read: for each tile
-// [steps][pairs of inputs][rows], past the last input zeros. A thread keeps it from piece to piece
-// of a product.
+// x[row][first, first + depth) of a piece's rows, rounded; past the last input zeros. A thread
+// keeps it from piece to piece of a product.
 struct RoundedRows {
-  std::uint32_t pairs[kRounded / 2];
-  float scales[kRounded / kQuantGroup];
+  static constexpr std::int64_t kMaxPadding = 32;  // pairs a row
+  alignas(64) std::uint32_t pairs[kRounded / 2 + kDotRows * kMaxPadding];
+  float scales[kRounded / kQuantGroup + kDotRows];
+  std::int64_t stride = 0;  // pairs from row to row
+  std::int64_t scales_stride = 0;
   std::uint64_t launch = 0;
   const LinearParams* params = nullptr;
   std::int64_t first_row = 0;
@@ -224,27 +253,34 @@ struct RoundedRows {
 
   template <typename Dots>
   AVX512_DOT void Round(const LinearParams& p, std::uint64_t of_launch, std::int64_t row,
-                        std::int64_t num_rows, std::int64_t begin, std::int64_t depth,
-                        std::int64_t num_steps) {
+                        std::int64_t num_rows, std::int64_t begin, std::int64_t depth) {
     if (launch == of_launch && params == &p && first_row == row && first == begin) return;
     launch = of_launch;
     params = &p;
     first_row = row;
     first = begin;
-    constexpr bool in_groups = Dots::kStepInputs == kQuantGroup;
-    for (std::int64_t tile = 0; tile < NumTiles(num_rows); ++tile) {
-      const std::int64_t tile_row = TileRow(num_rows, tile);
-      const std::int64_t rows = TileRow(num_rows, tile + 1) - tile_row;
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const float* x = p.x + (row + tile_row + r) * p.x_stride + begin;
-        std::uint32_t* to = pairs + tile_row * num_steps * Dots::kStepInputs / 2 + r;
-        for (std::int64_t k = 0; k < depth; k += Dots::kBlockInputs) {
-          const std::int64_t block = in_groups ? tile_row * num_steps + k / kQuantGroup * rows : 0;
-          Dots::Round(x + k, std::min(Dots::kBlockInputs, depth - k), rows, to, &scales[block + r]);
-          to += Dots::kBlockInputs / 2 * rows;
-        }
+    // An odd number of cache lines: rows a power of two apart would crowd into few sets.
+    constexpr std::int64_t kLinePairs = kLine / sizeof(std::uint32_t);
+    stride = (CeilDiv(depth, 2 * kLinePairs) | 1) * kLinePairs;
+    scales_stride = CeilDiv(depth, kQuantGroup);
+    for (std::int64_t r = 0; r < num_rows; ++r) {
+      const float* x = p.x + (row + r) * p.x_stride + begin;
+      std::uint32_t* to = pairs + r * stride;
+      float* const row_scales = scales + r * scales_stride;
+      for (std::int64_t k = 0; k < depth; k += Dots::kBlockInputs) {
+        Dots::Round(x + k, std::min(Dots::kBlockInputs, depth - k), to,
+                    &row_scales[k / kQuantGroup]);
+        to += Dots::kBlockInputs / 2;
       }
     }
+  }
+
+  // Of rows from the piece's `row` on.
+  TileInputs From(std::int64_t row) const {
+    return {.pairs = pairs + row * stride,
+            .stride = stride,
+            .scales = scales + row * scales_stride,
+            .scales_stride = scales_stride};
   }
 };
 
@@ -263,8 +299,7 @@ struct Panels {
 // Panels times all rows of x.
 template <typename Dots>
 AVX512_DOT void Multiply(const RoundedRows& x, std::int64_t num_rows, std::int64_t num_steps,
-                         const Panels& panels, bool from_zero, Sums& sums) {
-  constexpr bool in_groups = Dots::kStepInputs == kQuantGroup;
+                         const Panels& panels, bool from_zero, float* sums) {
   const std::int64_t tiles = NumTiles(num_rows);
   const std::int64_t next_step = panels.count * Dots::kStepBytes / tiles;
   for (std::int64_t tile = 0; tile < tiles; ++tile) {
@@ -272,10 +307,8 @@ AVX512_DOT void Multiply(const RoundedRows& x, std::int64_t num_rows, std::int64
     WithRows<kTileRows>(TileRow(num_rows, tile + 1) - row, [&](auto rows) AVX512_DOT {
       const auto run = [&](auto count, auto hint) AVX512_DOT {
         Dots::template Tile<decltype(rows)::value, decltype(count)::value, decltype(hint)::value>(
-            {.pairs = x.pairs + row * num_steps * Dots::kStepInputs / 2,
-             .scales = x.scales + row * (in_groups ? num_steps : 0)},
-            num_steps, panels.data, panels.stride_bytes,
-            {.values = sums.values + row * kPanelWidth,
+            x.From(row), num_steps, panels.data, panels.stride_bytes,
+            {.values = sums + row * kPanelWidth,
              .panel_stride = kDotRows * kPanelWidth,
              .from_zero = from_zero},
             panels.next + tile * num_steps * next_step, next_step);
@@ -296,22 +329,26 @@ AVX512_DOT void Multiply(const RoundedRows& x, std::int64_t num_rows, std::int64
   }
 }
 
-// y = sums + bias + residual for rows [row, row + num_rows) of one panel.
+// y = sums + bias + residual for rows [row, row + num_rows) of `count` panels.
 AVX512_DOT void Store(const LinearParams& p, std::int64_t row, std::int64_t num_rows,
-                      std::int64_t panel, const float* sums) {
+                      std::int64_t panel, std::int64_t count, const Sums& sums) {
   const std::int64_t out = panel * kPanelWidth;
-  const __mmask16 mask =
-      FirstLanes(std::min<std::int64_t>(kPanelWidth, p.weight->out_features() - out));
-  for (std::int64_t r = 0; r < num_rows; ++r, sums += kPanelWidth) {
-    const std::int64_t at = (row + r) * p.y_stride + out;
-    __m512 value = _mm512_load_ps(sums);
-    if (p.bias != nullptr) {
-      value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, p.bias + out));
+  // Row by row: they lie far apart.
+  for (std::int64_t r = 0; r < num_rows; ++r) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t first = out + i * kPanelWidth;
+      const std::int64_t at = (row + r) * p.y_stride + first;
+      const __mmask16 mask =
+          FirstLanes(std::min<std::int64_t>(kPanelWidth, p.weight->out_features() - first));
+      __m512 value = _mm512_load_ps(sums.values + (i * kDotRows + r) * kPanelWidth);
+      if (p.bias != nullptr) {
+        value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, p.bias + first));
+      }
+      if (p.residual != nullptr) {
+        value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, p.residual + at));
+      }
+      _mm512_mask_storeu_ps(p.y + at, mask, value);
     }
-    if (p.residual != nullptr) {
-      value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, p.residual + at));
-    }
-    _mm512_mask_storeu_ps(p.y + at, mask, value);
   }
 }
 
@@ -323,30 +360,40 @@ AVX512_DOT void RunPiece(const LinearParams& p, const LinearPiece& piece, std::u
   // All inputs at once unless they are very many.
   const std::int64_t depth =
       std::min(in_features, kRounded / (Dots::kBlockInputs * num_rows) * Dots::kBlockInputs);
-  const std::int64_t step = num_rows <= kStreamedRows ? 1 : kTilePanels;
+  const bool streamed = num_rows <= kStreamedRows;
+  const bool gated = p.weight->gated();
+  const std::int64_t together = streamed ? 1 : kTilePanels;  // panels that are multiplied
+  const std::int64_t step = gated ? kTilePanels : together;
   // By pointer: what is in a thread's own storage is taken from every thread's stack.
   thread_local const auto rounded_rows = std::make_unique<RoundedRows>();
   RoundedRows& x = *rounded_rows;
   Sums sums;
   for (std::int64_t panel = piece.first_panel; panel < piece.end_panel; panel += step) {
     const std::int64_t count = std::min(step, piece.end_panel - panel);
-    const std::byte* data = p.weight->data() + panel * panel_bytes;
     for (std::int64_t begin = 0; begin < in_features; begin += depth) {
       const std::int64_t end = std::min(in_features, begin + depth);
       const std::int64_t num_steps = CeilDiv(end - begin, Dots::kStepInputs);
-      x.Round<Dots>(p, launch, piece.first_row, num_rows, begin, end - begin, num_steps);
+      x.Round<Dots>(p, launch, piece.first_row, num_rows, begin, end - begin);
       const std::int64_t from = begin / Dots::kStepInputs * Dots::kStepBytes;
-      Panels panels = {
-          .data = data + from, .stride_bytes = panel_bytes, .count = count, .next = nullptr};
-      if (num_rows > kStreamedRows) {
-        panels.next = data + count * (panel_bytes + from);
-      } else if (num_rows > kUnhintedRows) {
-        panels.next = panels.data + kAheadBytes;
+      for (std::int64_t i = 0; i < count; i += together) {
+        const std::byte* data = p.weight->data() + (panel + i) * panel_bytes + from;
+        Panels panels = {.data = data,
+                         .stride_bytes = panel_bytes,
+                         .count = std::min(together, count - i),
+                         .next = nullptr};
+        if (!streamed) {
+          panels.next = data - from + panels.count * (panel_bytes + from);
+        } else if (num_rows > kUnhintedRows) {
+          panels.next = data + kAheadBytes;
+        }
+        Multiply<Dots>(x, num_rows, num_steps, panels, begin == 0,
+                       sums.values + i * kDotRows * kPanelWidth);
       }
-      Multiply<Dots>(x, num_rows, num_steps, panels, begin == 0, sums);
     }
-    for (std::int64_t i = 0; i < count; ++i) {
-      Store(p, piece.first_row, num_rows, panel + i, sums.values + i * kDotRows * kPanelWidth);
+    if (gated) {
+      StoreGated(p, piece.first_row, num_rows, panel, sums.values, kDotRows * kPanelWidth);
+    } else {
+      Store(p, piece.first_row, num_rows, panel, count, sums);
     }
   }
 }

@@ -17,6 +17,7 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/panel-inl.h"
+#include "kernels/cpu/silu-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace weft::kernels::HWY_NAMESPACE {
@@ -64,6 +65,33 @@ void StorePanel(const LinearParams& p, std::int64_t row, std::int64_t num_rows, 
   }
 }
 
+void StoreGatedPanels(const LinearParams& p, std::int64_t row, std::int64_t num_rows,
+                      std::int64_t panel, const float* HWY_RESTRICT sums,
+                      std::int64_t sums_stride) {
+  const PanelTag d;
+  const std::int64_t size = p.weight->out_features() / 2;
+  const std::int64_t out = panel / 2 * kPanelWidth;
+  const std::int64_t width = std::min<std::int64_t>(kPanelWidth, size - out);
+  HWY_ALIGN float bias[2][kPanelWidth] = {};
+  for (std::int64_t i = 0; p.bias != nullptr && i < width; ++i) {
+    bias[0][i] = p.bias[out + i];
+    bias[1][i] = p.bias[size + out + i];
+  }
+  for (std::int64_t r = 0; r < num_rows; ++r, sums += kPanelWidth) {
+    HWY_ALIGN float partial[kPanelWidth];
+    float* const y = p.y + (row + r) * p.y_stride + out;
+    for (int v = 0; v < kVecs; ++v) {
+      const auto sum = [&](int part) HWY_ATTR {
+        return hn::Add(hn::LoadU(d, sums + part * sums_stride + v * kLanes),
+                       hn::Load(d, bias[part] + v * kLanes));
+      };
+      const PanelVec value = hn::Mul(Silu(d, sum(0)), sum(1));
+      hn::StoreU(value, d, (width == kPanelWidth ? y : partial) + v * kLanes);
+    }
+    if (width < kPanelWidth) std::copy_n(partial, width, y);
+  }
+}
+
 // Widens `depth` inputs of a panel to [depth][16] floats; integers to groups of WidenedWeights.
 template <typename Weights>
 void WidenPanel(const std::byte* HWY_RESTRICT panel, std::int64_t depth, float* HWY_RESTRICT out) {
@@ -90,12 +118,11 @@ void WidenPanel(const std::byte* HWY_RESTRICT panel, std::int64_t depth, float* 
   }
 }
 
-// Few rows: weights are used as they come from memory, kDirectPanels panels at a time.
+// Few rows: weights are used as they come from memory, kDirectPanels panels at a time. `acc` is
+// [count, rows, 16], and zero.
 template <typename Weights>
-void LinearDirect(const LinearParams& p, std::int64_t panel, std::int64_t count,
-                  const std::byte* data, std::int64_t panel_bytes) {
-  constexpr std::int64_t kPanelFloats = kDirectRows<Weights> * kPanelWidth;
-  HWY_ALIGN float acc[kDirectPanels * kPanelFloats] = {};
+void LinearDirect(const LinearParams& p, std::int64_t count, const std::byte* data,
+                  std::int64_t panel_bytes, float* acc) {
   // One pass over the panels streams by itself, or with a hint close by; while it takes two, the
   // next panels can come all the way.
   const std::byte* ahead = nullptr;
@@ -109,29 +136,20 @@ void LinearDirect(const LinearParams& p, std::int64_t panel, std::int64_t count,
                          .count = count,
                          .acc = acc,
                          .acc_stride = kPanelWidth,
-                         .acc_panel_stride = kPanelFloats,
+                         .acc_panel_stride = p.num_rows * kPanelWidth,
                          .next = ahead,
                          .next_bytes = count * panel_bytes});
-  for (std::int64_t i = 0; i < count; ++i) {
-    StorePanel(p, 0, p.num_rows, panel + i, acc + i * kPanelFloats);
-  }
 }
 
 // Many rows: a piece of each of `count` panels at a time is widened into L1 and serves a block of
-// rows.
+// rows. `acc` as LinearDirect()'s.
 template <typename Weights>
-void LinearBlocked(const LinearParams& p, std::int64_t panel, std::int64_t count,
-                   const std::byte* data, std::int64_t panel_bytes, std::int64_t row,
-                   std::int64_t num_rows) {
+void LinearBlocked(const LinearParams& p, std::int64_t count, const std::byte* data,
+                   std::int64_t panel_bytes, std::int64_t row, std::int64_t num_rows, float* acc) {
   using Wide = std::conditional_t<kIsQuantized<Weights>, WidenedWeights, Float32Weights>;
   // Beside the inputs: an odd one's neighbour, or scales.
   constexpr std::int64_t kWideFloats = (kDepthBlock + kDepthBlock / kQuantGroup) * kPanelWidth;
-  constexpr std::int64_t kPanelFloats = kMaxRowBlock * kPanelWidth;
   HWY_ALIGN float wide[kBlockedPanels * kWideFloats];
-  HWY_ALIGN float acc[kBlockedPanels * kPanelFloats];
-  for (std::int64_t i = 0; i < count; ++i) {
-    std::fill_n(acc + i * kPanelFloats, num_rows * kPanelWidth, 0.0F);
-  }
   const std::int64_t in_features = p.weight->in_features();
   const auto bytes_of = [](std::int64_t inputs) {
     return inputs / Weights::kDepth * PanelStep<Weights>();
@@ -155,28 +173,41 @@ void LinearBlocked(const LinearParams& p, std::int64_t panel, std::int64_t count
                         .count = count,
                         .acc = acc,
                         .acc_stride = kPanelWidth,
-                        .acc_panel_stride = kPanelFloats,
+                        .acc_panel_stride = num_rows * kPanelWidth,
                         .next = few ? data + bytes_of(k + depth) : nullptr,
                         .next_bytes = bytes_of(std::min(kDepthBlock, in_features))});
-  }
-  for (std::int64_t i = 0; i < count; ++i) {
-    StorePanel(p, row, num_rows, panel + i, acc + i * kPanelFloats);
   }
 }
 
 template <typename Weights>
 void LinearPanels(const LinearParams& p, const LinearPiece& piece) {
+  static_assert(kDirectRows<Weights> <= kMaxRowBlock);
+  constexpr std::int64_t kMostPanels = 2;
+  static_assert(kDirectPanels == kMostPanels && kBlockedPanels <= kMostPanels);
+  HWY_ALIGN float acc[kMostPanels * kMaxRowBlock * kPanelWidth];
   const std::int64_t panel_bytes = PanelBytes(p.weight->in_features(), p.weight->format());
   const bool direct = p.num_rows <= kDirectRows<Weights>;
-  const std::int64_t step = direct ? kDirectPanels : kBlockedPanels;
+  const std::int64_t num_rows = piece.end_row - piece.first_row;
+  const std::int64_t panel_sums = num_rows * kPanelWidth;
+  const std::int64_t step = direct || p.weight->gated() ? kMostPanels : kBlockedPanels;
   for (std::int64_t panel = piece.first_panel; panel < piece.end_panel; panel += step) {
     const std::int64_t count = std::min(step, piece.end_panel - panel);
     const std::byte* data = p.weight->data() + panel * panel_bytes;
+    std::fill_n(acc, count * panel_sums, 0.0F);
     if (direct) {
-      LinearDirect<Weights>(p, panel, count, data, panel_bytes);
+      LinearDirect<Weights>(p, count, data, panel_bytes, acc);
     } else {
-      LinearBlocked<Weights>(p, panel, count, data, panel_bytes, piece.first_row,
-                             piece.end_row - piece.first_row);
+      for (std::int64_t i = 0; i < count; i += kBlockedPanels) {
+        LinearBlocked<Weights>(p, std::min(kBlockedPanels, count - i), data + i * panel_bytes,
+                               panel_bytes, piece.first_row, num_rows, acc + i * panel_sums);
+      }
+    }
+    if (p.weight->gated()) {
+      StoreGatedPanels(p, piece.first_row, num_rows, panel, acc, panel_sums);
+      continue;
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      StorePanel(p, piece.first_row, num_rows, panel + i, acc + i * panel_sums);
     }
   }
 }
@@ -203,6 +234,7 @@ HWY_AFTER_NAMESPACE();
 namespace weft::kernels {
 
 HWY_EXPORT(LinearTask);
+HWY_EXPORT(StoreGatedPanels);
 using HWY_NAMESPACE::kMaxRowBlock;
 
 namespace {
@@ -220,7 +252,7 @@ std::int64_t MaxRowBlock(std::int64_t in_features) {
 // weights come from memory: tasks are short enough to follow their neighbours closely, or, while
 // all wait for weights, long enough that a thread fetches ahead what it takes itself.
 std::int64_t PanelsPerTask(const LinearParams& params, std::int64_t row_blocks, int num_threads) {
-  const std::int64_t panels = CeilDiv(params.weight->out_features(), kPanelWidth);
+  const std::int64_t panels = NumPanels(*params.weight);
   const std::int64_t panel_bytes = params.weight->size_bytes() / panels;
   const auto panels_in = [&](std::int64_t bytes, std::int64_t groups) {
     const std::int64_t most = std::max<std::int64_t>(1, panels / groups);
@@ -228,12 +260,13 @@ std::int64_t PanelsPerTask(const LinearParams& params, std::int64_t row_blocks, 
   };
   if (params.num_rows <= kStreamedRows) {
     const std::int64_t tasks = CeilDiv(panels, panels_in(512 * 1024, 2 * num_threads));
-    return CeilDiv(panels, CeilDiv(tasks, num_threads) * num_threads);
+    const std::int64_t per_task = CeilDiv(panels, CeilDiv(tasks, num_threads) * num_threads);
+    return params.weight->gated() ? CeilDiv(per_task, 2) * 2 : per_task;
   }
   constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
   const std::int64_t per_task =
       panels_in(row_blocks == 1 ? 128 * 1024 : kAny, CeilDiv(8 * num_threads, row_blocks));
-  return per_task > 1 ? per_task / 2 * 2 : 1;  // panels go in pairs
+  return per_task > 1 ? per_task / 2 * 2 : params.weight->gated() ? 2 : 1;  // panels go in pairs
 }
 
 // How one product is cut into tasks.
@@ -244,8 +277,7 @@ struct LinearCut {
   std::int64_t rows = 0;  // of a block
 
   LinearCut(const LinearParams& params, std::int64_t max_rows, int num_threads)
-      : panels(CeilDiv(params.weight->out_features(), kPanelWidth)),
-        row_blocks(CeilDiv(params.num_rows, max_rows)) {
+      : panels(NumPanels(*params.weight)), row_blocks(CeilDiv(params.num_rows, max_rows)) {
     if (row_blocks == 0) return;
     per_task = PanelsPerTask(params, row_blocks, num_threads);
     rows = CeilDiv(CeilDiv(params.num_rows, row_blocks), kRowTile) * kRowTile;
@@ -267,6 +299,11 @@ struct LinearCut {
 
 }  // namespace
 
+void StoreGated(const LinearParams& params, std::int64_t row, std::int64_t num_rows,
+                std::int64_t panel, const float* sums, std::int64_t sums_stride) {
+  HWY_DYNAMIC_DISPATCH(StoreGatedPanels)(params, row, num_rows, panel, sums, sums_stride);
+}
+
 bool RoundsInputs(WeightFormat format) { return IsForDots(format) && HasDotProducts(); }
 
 absl::Status Linear(const LinearParams& params, Stream& stream) {
@@ -284,7 +321,8 @@ absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stre
   std::int64_t tasks = 0;
   for (const LinearParams& params : products) {
     DCHECK(params.x_stride >= params.weight->in_features());
-    DCHECK(params.y_stride >= params.weight->out_features());
+    DCHECK(params.y_stride >= params.weight->out_features() / (params.weight->gated() ? 2 : 1));
+    DCHECK(!params.weight->gated() || params.residual == nullptr);
     tasks = std::max(tasks, LinearCut(params, max_rows, pool.num_threads()).NumTasks());
   }
   if (tasks == 0) return absl::OkStatus();

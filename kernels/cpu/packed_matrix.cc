@@ -152,25 +152,44 @@ absl::Status DoesNotFit(absl::Span<const MatrixView> parts, std::int32_t out, We
 
 absl::StatusOr<PackedMatrix> PackedMatrix::Pack(absl::Span<const MatrixView> parts,
                                                 WeightFormat format, Stream& stream) {
+  return Pack(parts, /*gated=*/false, format, stream);
+}
+
+absl::StatusOr<PackedMatrix> PackedMatrix::PackGated(const MatrixView& gate, const MatrixView& up,
+                                                     WeightFormat format, Stream& stream) {
+  CHECK(OnDevice(stream) == nullptr);
+  if (gate.rows != up.rows) {
+    return absl::InvalidArgumentError(
+        fmt::format("the gate has {} rows, what it gates {}", gate.rows, up.rows));
+  }
+  return Pack({gate, up}, /*gated=*/true, format, stream);
+}
+
+absl::StatusOr<PackedMatrix> PackedMatrix::Pack(absl::Span<const MatrixView> parts, bool gated,
+                                                WeightFormat format, Stream& stream) {
   ASSIGN_OR_RETURN(const std::int32_t rows, CheckParts(parts));
   PackedMatrix matrix;
   matrix.out_features_ = rows;
   matrix.in_features_ = parts[0].cols;
   matrix.format_ = format;
+  matrix.gated_ = gated;
   // On a device a weight is [out_features, in_features] as it is; it is made on the host.
   DeviceStream* const device = OnDevice(stream);
   CHECK(device == nullptr || DTypeOf(format).has_value());
   const std::int64_t row_bytes =
       device != nullptr ? std::int64_t{matrix.in_features_} * DTypeBytes(*DTypeOf(format)) : 0;
-  const std::int64_t num_panels = CeilDiv(rows, kPanelWidth);
+  const std::int64_t num_panels = NumPanels(matrix);
   const std::int64_t panel_bytes =
       device != nullptr ? kPanelWidth * row_bytes : PanelBytes(matrix.in_features_, format);
   ASSIGN_OR_RETURN(Buffer buffer, Buffer::Allocate(num_panels * panel_bytes));
 
   std::atomic<std::int32_t> first_bad_row = std::numeric_limits<std::int32_t>::max();
   PoolOf(HostOf(stream)).ParallelFor(num_panels, [&](std::int64_t panel, int /*thread*/) {
-    const auto first = static_cast<std::int32_t>(panel * kPanelWidth);
-    const std::int32_t lanes = std::min(kPanelWidth, rows - first);
+    const std::int64_t turns = gated ? 2 : 1;
+    const auto part_rows = static_cast<std::int32_t>(rows / turns);
+    const auto begin = static_cast<std::int32_t>(panel / turns * kPanelWidth);
+    const std::int32_t first = static_cast<std::int32_t>(panel % turns) * part_rows + begin;
+    const std::int32_t lanes = std::min(kPanelWidth, part_rows - begin);
     for (std::int32_t lane = 0; lane < lanes; ++lane) {
       std::byte* to = buffer.data() + panel * panel_bytes;
       if (device != nullptr) to += lane * row_bytes;

@@ -7,6 +7,7 @@
 
 #include "kernels/cpu/convert.h"
 #include "kernels/dtype.h"
+#include "kernels/linear.h"
 
 // The order of a packed weight: panels of kPanelWidth outputs, each contiguous.
 //   float32, float16: [in][16]
@@ -16,6 +17,7 @@
 //                     [16][16][2] int8, pairs as bfloat16's, or
 //                     [4][16] 32-bit words of 8 inputs, q + 8 each: from the lowest bits on inputs
 //                     0, 2, 4, 6, 1, 3, 5, 7, so that a shift gives pairs
+// Panels of a gated weight are the gate's and the up's by turns.
 // Outputs past the last, and inputs past the last in its pair or group, are zero.
 
 namespace weft::kernels {
@@ -53,6 +55,11 @@ constexpr std::int64_t PanelBytes(std::int32_t in_features, WeightFormat format)
     return PanelElements(in_features, *dtype) * DTypeBytes(*dtype);
   }
   return (std::int64_t{in_features} + kQuantGroup - 1) / kQuantGroup * GroupBytes(format);
+}
+
+inline std::int64_t NumPanels(const PackedMatrix& weight) {
+  const std::int64_t parts = weight.gated() ? 2 : 1;
+  return parts * ((weight.out_features() / parts + kPanelWidth - 1) / kPanelWidth);
 }
 
 // One value of a panel.

@@ -51,6 +51,13 @@ PackedMatrix RandomWeight(std::int32_t out, std::int32_t in, WeightFormat format
   return *PackedMatrix::Pack({&view, 1}, format, BenchStream());
 }
 
+PackedMatrix RandomGatedWeight(std::int32_t out, std::int32_t in, WeightFormat format) {
+  const std::vector<float> values = RandomFloats(std::int64_t{2} * out * in, 0.05F);
+  const MatrixView gate = {values.data(), DType::kFloat32, out, in, in};
+  const MatrixView up = {values.data() + std::int64_t{out} * in, DType::kFloat32, out, in, in};
+  return *PackedMatrix::PackGated(gate, up, format, BenchStream());
+}
+
 // Times iterations by hand and reports the best of them against the limits.
 class Meter {
  public:
@@ -261,7 +268,7 @@ struct Model {
     for (int i = 0; i < kLayers; ++i) {
       layers.push_back({RandomWeight((kHeads + 2 * kKvHeads) * kHeadDim, kHidden, format),
                         RandomWeight(kHidden, kHeads * kHeadDim, format),
-                        RandomWeight(2 * kIntermediate, kHidden, format),
+                        RandomGatedWeight(kIntermediate, kHidden, format),
                         RandomWeight(kHidden, kIntermediate, format)});
       const Layer& layer = layers.back();
       for (const PackedMatrix* weight : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
@@ -292,7 +299,7 @@ void BM_Model(benchmark::State& state) {
   constexpr std::int32_t kQkv = (kHeads + 2 * kKvHeads) * kHeadDim;
   const auto floats = [&](std::int64_t count) { return RandomFloats(n * count, 1.0F); };
   std::vector<float> x = floats(kHidden), normed = floats(kHidden), qkv = floats(kQkv);
-  std::vector<float> q = floats(kHeads * kHeadDim), out = q, gate_up = floats(2 * kIntermediate);
+  std::vector<float> q = floats(kHeads * kHeadDim), out = q;
   std::vector<float> act = floats(kIntermediate), lse = floats(kHeads);
   std::vector<float> cos = floats(kHeadDim / 2), sin = floats(kHeadDim / 2);
   std::vector<float> logits(static_cast<std::size_t>(seqs) * kVocab);
@@ -311,7 +318,7 @@ void BM_Model(benchmark::State& state) {
                   .y = y,
                   .num_rows = num_rows,
                   .x_stride = weight.in_features(),
-                  .y_stride = weight.out_features()},
+                  .y_stride = weight.out_features() / (weight.gated() ? 2 : 1)},
                  stream)
               .ok());
   };
@@ -361,12 +368,7 @@ void BM_Model(benchmark::State& state) {
                 .ok());
       linear(layer.o, out.data(), x.data(), x.data(), n);
       norm();
-      linear(layer.gate_up, normed.data(), gate_up.data(), nullptr, n);
-      CHECK(
-          SiluMul(
-              {.gate_up = gate_up.data(), .out = act.data(), .num_rows = n, .size = kIntermediate},
-              stream)
-              .ok());
+      linear(layer.gate_up, normed.data(), act.data(), nullptr, n);
       linear(layer.down, act.data(), x.data(), x.data(), n);
     }
     linear(model->head, x.data(), logits.data(), nullptr, seqs);

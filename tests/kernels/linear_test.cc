@@ -8,6 +8,7 @@
 
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/panel.h"
+#include "kernels/elementwise.h"
 #include "tests/kernels/kernel_test.h"
 
 namespace weft::kernels {
@@ -239,6 +240,72 @@ TEST_P(LinearTest, GroupedProductsAreWhatEachIsAlone) {
   EXPECT_TRUE(GroupedLinear({}, stream).ok());
 }
 
+TEST_P(LinearTest, AGatedProductIsItsTwoAndTheGate) {
+  CpuStream one(1);
+  CpuStream three(3);
+  for (std::uint64_t seed = 0; seed < NumSeeds(60); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Rng rng(seed);
+    const WeightFormat format = kFormats[seed % 5];
+    const std::int32_t rows = seed % 4 == 0 ? RandomInt(rng, 13, 230) : RandomInt(rng, 1, 14);
+    const std::int32_t size = seed % 3 == 0 ? 16 * RandomInt(rng, 1, 9) : RandomInt(rng, 1, 150);
+    const std::int32_t in = RandomInt(rng, 1, seed % 7 == 0 ? 700 : 90);
+    const Source gate(rng, size, in, kDTypes[RandomInt(rng, 0, 2)]);
+    const Source up(rng, size, in, kDTypes[RandomInt(rng, 0, 2)]);
+    const std::vector<float> x = RandomFloats(rng, std::int64_t{rows} * in);
+    const std::vector<float> biases = RandomFloats(rng, std::int64_t{2} * size);
+    const float* const bias = seed % 2 == 0 ? biases.data() : nullptr;
+
+    const MatrixView views[] = {gate.view, up.view};
+    const auto stacked = PackedMatrix::Pack(views, format, one);
+    ASSERT_TRUE(stacked.ok()) << stacked.status();
+    std::vector<float> both(std::size_t(rows) * 2 * size);
+    ASSERT_TRUE(Linear({.x = x.data(),
+                        .weight = &*stacked,
+                        .bias = bias,
+                        .residual = nullptr,
+                        .y = both.data(),
+                        .num_rows = rows,
+                        .x_stride = in,
+                        .y_stride = std::int64_t{2} * size},
+                       one)
+                    .ok());
+    std::vector<float> expected(std::size_t(rows) * size);
+    ASSERT_TRUE(
+        SiluMul({.gate_up = both.data(), .out = expected.data(), .num_rows = rows, .size = size},
+                one)
+            .ok());
+
+    const auto gated = PackedMatrix::PackGated(gate.view, up.view, format, three);
+    ASSERT_TRUE(gated.ok()) << gated.status();
+    ASSERT_TRUE(gated->gated());
+    ASSERT_EQ(gated->out_features(), 2 * size);
+    const std::int64_t y_stride = size + RandomInt(rng, 0, 5);
+    for (const std::int32_t part : {rows, 1, 5, 13}) {
+      SCOPED_TRACE("in parts of " + std::to_string(part));
+      std::vector<float> y(static_cast<std::size_t>(rows * y_stride), -7.0F);
+      for (std::int32_t row = 0; row < rows; row += part) {
+        ASSERT_TRUE(Linear({.x = x.data() + std::int64_t{row} * in,
+                            .weight = &*gated,
+                            .bias = bias,
+                            .residual = nullptr,
+                            .y = y.data() + row * y_stride,
+                            .num_rows = std::min(part, rows - row),
+                            .x_stride = in,
+                            .y_stride = y_stride},
+                           three)
+                        .ok());
+      }
+      for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t col = 0; col < y_stride; ++col) {
+          ASSERT_EQ(y[row * y_stride + col], col < size ? expected[row * size + col] : -7.0F)
+              << "row " << row << ", output " << col;
+        }
+      }
+    }
+  }
+}
+
 TEST_P(LinearTest, MatchesDoublesForAllShapesAndTypes) {
   CpuStream stream(2);
   for (std::uint64_t seed = 0; seed < NumSeeds(60); ++seed) {
@@ -416,6 +483,11 @@ TEST(PackedMatrixTest, RefusesPartsThatDisagree) {
   const MatrixView parts[] = {a.view, b.view};
   EXPECT_EQ(PackedMatrix::Pack(parts, WeightFormat::kFloat32, stream).status().code(),
             absl::StatusCode::kInvalidArgument);
+  const Source more_rows(rng, 4, 4, DType::kFloat32);
+  for (const MatrixView& up : {b.view, more_rows.view}) {
+    EXPECT_EQ(PackedMatrix::PackGated(a.view, up, WeightFormat::kFloat32, stream).status().code(),
+              absl::StatusCode::kInvalidArgument);
+  }
   EXPECT_EQ(PackedMatrix::Pack({}, WeightFormat::kFloat32, stream).status().code(),
             absl::StatusCode::kInvalidArgument);
   MatrixView none = a.view;
@@ -448,16 +520,19 @@ TEST(PackedMatrixTest, NamesTheFirstValueThatCannotBe) {
   };
   for (const Bad& bad : bads) {
     Rng rng(7);
-    Source a(rng, 20, 33, bad.source);
+    Source a(rng, 50, 33, bad.source);
     Source b(rng, 50, 33, bad.source);
     StoreElement(b.bytes.data() + 1, 40 * b.view.row_stride + 3, bad.source, bad.value);
     StoreElement(b.bytes.data() + 1, 21 * b.view.row_stride + 30, bad.source, bad.value);
     StoreElement(b.bytes.data() + 1, 21 * b.view.row_stride + 31, bad.source, bad.value);
     const MatrixView parts[] = {a.view, b.view};
-    const absl::Status status = PackedMatrix::Pack(parts, bad.packed, stream).status();
-    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-    EXPECT_NE(status.message().find("row 21, column 30 of part 1"), std::string::npos) << status;
-    EXPECT_NE(status.message().find(bad.says), std::string::npos) << status;
+    for (const absl::Status& status :
+         {PackedMatrix::Pack(parts, bad.packed, stream).status(),
+          PackedMatrix::PackGated(a.view, b.view, bad.packed, stream).status()}) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+      EXPECT_NE(status.message().find("row 21, column 30 of part 1"), std::string::npos) << status;
+      EXPECT_NE(status.message().find(bad.says), std::string::npos) << status;
+    }
   }
   // The largest that rounds to a finite value.
   Rng rng(8);

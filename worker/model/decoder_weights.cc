@@ -36,14 +36,21 @@ class Loader {
     std::vector<MatrixView> views;
     std::string names;
     for (const RowPart& part : parts) {
-      ASSIGN_OR_RETURN(MatrixView view, checkpoint_.Rows(part.name, part.rows, cols,
-                                                         part.range.begin, part.range.end));
-      view.rows = CeilDiv(view.rows, part.step);
-      view.row_stride *= part.step;
+      ASSIGN_OR_RETURN(MatrixView view, View(part, cols));
       views.push_back(view);
       if (!names.ends_with(part.name)) names += names.empty() ? part.name : ", " + part.name;
     }
     return Pack(names, views);
+  }
+
+  // Of an MLP: on the CPU as a gated weight, on a device one after the other.
+  absl::StatusOr<PackedMatrix> GateUp(const RowPart& gate, const RowPart& up,
+                                      std::int64_t cols) const {
+    if (!on_cpu()) return Rows({gate, up}, cols);
+    ASSIGN_OR_RETURN(const MatrixView gate_view, View(gate, cols));
+    ASSIGN_OR_RETURN(const MatrixView up_view, View(up, cols));
+    return Named(gate.name + ", " + up.name,
+                 PackedMatrix::PackGated(gate_view, up_view, format_, stream_));
   }
 
   absl::StatusOr<PackedMatrix> Columns(const std::string& name, std::int64_t rows,
@@ -85,9 +92,21 @@ class Loader {
   }
 
  private:
+  absl::StatusOr<MatrixView> View(const RowPart& part, std::int64_t cols) const {
+    ASSIGN_OR_RETURN(MatrixView view, checkpoint_.Rows(part.name, part.rows, cols, part.range.begin,
+                                                       part.range.end));
+    view.rows = CeilDiv(view.rows, part.step);
+    view.row_stride *= part.step;
+    return view;
+  }
+
   absl::StatusOr<PackedMatrix> Pack(std::string_view names,
                                     const std::vector<MatrixView>& views) const {
-    absl::StatusOr<PackedMatrix> packed = PackedMatrix::Pack(views, format_, stream_);
+    return Named(names, PackedMatrix::Pack(views, format_, stream_));
+  }
+
+  static absl::StatusOr<PackedMatrix> Named(std::string_view names,
+                                            absl::StatusOr<PackedMatrix> packed) {
     if (packed.ok()) return packed;
     return absl::Status(packed.status().code(),
                         fmt::format("{}: {}", names, std::string(packed.status().message())));
@@ -243,8 +262,8 @@ struct MlpNames {
 // `own`: the part of `width` to take.
 absl::StatusOr<PackedMatrix> LoadGateUp(const Loader& loader, const ModelConfig& c,
                                         const MlpNames& names, std::int32_t width, IndexRange own) {
-  return loader.Rows({{names.gate + ".weight", width, own}, {names.up + ".weight", width, own}},
-                     c.hidden_size);
+  return loader.GateUp({names.gate + ".weight", width, own}, {names.up + ".weight", width, own},
+                       c.hidden_size);
 }
 
 absl::StatusOr<PackedMatrix> LoadDown(const Loader& loader, const ModelConfig& c,

@@ -61,8 +61,9 @@ struct DecoderLayerWeights {
   kernels::Vector post_attention_norm;  // [hidden]
   MoeWeights moe;
   // The MLP; beside experts, the one that every token also goes to. Empty when there is none.
-  kernels::PackedMatrix gate_up;  // [2 * own intermediate, hidden]: gate rows, then up rows
-  kernels::PackedMatrix down;     // [hidden, own intermediate]
+  // [2 * own intermediate, hidden]: on the CPU gated, on a device gate rows, then up rows.
+  kernels::PackedMatrix gate_up;
+  kernels::PackedMatrix down;  // [hidden, own intermediate]
   kernels::Vector gate_up_bias;
   kernels::Vector down_bias;
 };

@@ -34,11 +34,12 @@ absl::StatusOr<MoeLayer> MoeLayer::Create(const ModelConfig& config, const Decod
   // On a device products gather their rows.
   if (stream.device() == kernels::DeviceKind::kCpu) {
     ASSIGN_OR_RETURN(layer.routed_x_, Buffer::Allocate(routed * config.hidden_size * f, stream));
+  } else {
+    ASSIGN_OR_RETURN(layer.gate_up_, Buffer::Allocate(routed * 2 * width * f, stream));
   }
   ASSIGN_OR_RETURN(layer.logits_, Buffer::Allocate(rows * moe.num_experts * f, stream));
   ASSIGN_OR_RETURN(layer.scratch_, Buffer::Allocate(rows * 2 * moe.num_experts * f, stream));
   ASSIGN_OR_RETURN(layer.weights_, Buffer::Allocate(rows * moe.experts_per_token * f, stream));
-  ASSIGN_OR_RETURN(layer.gate_up_, Buffer::Allocate(routed * 2 * width * f, stream));
   ASSIGN_OR_RETURN(layer.activated_, Buffer::Allocate(routed * width * f, stream));
   ASSIGN_OR_RETURN(layer.routed_y_, Buffer::Allocate(routed * config.hidden_size * f, stream));
   return layer;
@@ -98,14 +99,15 @@ absl::Status MoeLayer::RunExperts(const kernels::MatrixGroup& weights, const flo
   for (std::size_t e = 0; e < weights.size(); ++e) {
     const kernels::PackedMatrix& weight = weights[e];
     const std::int64_t begin = begins[e];
+    const std::int64_t out = weight.out_features() / (weight.gated() ? 2 : 1);
     products_[e] = {.x = x + begin * weight.in_features(),
                     .weight = &weight,
                     .bias = nullptr,
                     .residual = nullptr,
-                    .y = y + begin * weight.out_features(),
+                    .y = y + begin * out,
                     .num_rows = begins[e + 1] - begins[e],
                     .x_stride = weight.in_features(),
-                    .y_stride = weight.out_features()};
+                    .y_stride = out};
   }
   return kernels::GroupedLinear(products_, stream);
 }
@@ -119,12 +121,8 @@ absl::Status MoeLayer::RunExpertsOnHost(const MoeWeights& weights, const float* 
                                        .num_rows = routed,
                                        .size = config_->hidden_size},
                                       stream));
-  RETURN_IF_ERROR(RunExperts(weights.gate_up, routed_x_.as<float>(), gate_up_.as<float>(), stream));
-  RETURN_IF_ERROR(kernels::SiluMul({.gate_up = gate_up_.as<float>(),
-                                    .out = activated_.as<float>(),
-                                    .num_rows = routed,
-                                    .size = weights.down[0].in_features()},
-                                   stream));
+  RETURN_IF_ERROR(
+      RunExperts(weights.gate_up, routed_x_.as<float>(), activated_.as<float>(), stream));
   return RunExperts(weights.down, activated_.as<float>(), routed_y_.as<float>(), stream);
 }
 

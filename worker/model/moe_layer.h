@@ -54,7 +54,7 @@ class MoeLayer {
   kernels::Buffer scratch_;    // [rows, 2 * experts]
   kernels::Buffer weights_;    // [rows, top_k]
   kernels::Buffer routed_x_;   // [routed rows, hidden]; on the CPU
-  kernels::Buffer gate_up_;    // [routed rows, 2 * own width]
+  kernels::Buffer gate_up_;    // [routed rows, 2 * own width]; on a device
   kernels::Buffer activated_;  // [routed rows, own width]
   kernels::Buffer routed_y_;   // [routed rows, hidden]
 };

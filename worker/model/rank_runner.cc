@@ -86,7 +86,9 @@ absl::Status RankRunner::AllocateWorkspace() {
   using kernels::Buffer;
   ASSIGN_OR_RETURN(x_, world_.Allocate(rows * config_.hidden_size * kFloat, stream_));
   ASSIGN_OR_RETURN(normed_, Buffer::Allocate(rows * config_.hidden_size * kFloat, stream_));
-  ASSIGN_OR_RETURN(gate_up_, Buffer::Allocate(rows * 2 * intermediate * kFloat, stream_));
+  if (kernels::OnDevice(stream_) != nullptr) {
+    ASSIGN_OR_RETURN(gate_up_, Buffer::Allocate(rows * 2 * intermediate * kFloat, stream_));
+  }
   ASSIGN_OR_RETURN(activated_, Buffer::Allocate(rows * intermediate * kFloat, stream_));
   ASSIGN_OR_RETURN(arrays_,
                    StepArrays::Create(options_.max_num_batched_tokens, options_.max_num_seqs,
@@ -227,20 +229,23 @@ absl::Status RankRunner::RunMlp(std::int32_t layer) {
 absl::Status RankRunner::RunDenseMlp(const DecoderLayerWeights& weights, const float* residual) {
   const std::int32_t intermediate = weights.down.in_features();
   const std::int32_t num_rows = launched_.rows;
+  const bool gated = weights.gate_up.gated();
   RETURN_IF_ERROR(kernels::Linear({.x = normed_.as<float>(),
                                    .weight = &weights.gate_up,
                                    .bias = weights.gate_up_bias.data(),
                                    .residual = nullptr,
-                                   .y = gate_up_.as<float>(),
+                                   .y = gated ? activated_.as<float>() : gate_up_.as<float>(),
                                    .num_rows = num_rows,
                                    .x_stride = config_.hidden_size,
-                                   .y_stride = 2 * intermediate},
+                                   .y_stride = (gated ? 1 : 2) * intermediate},
                                   stream_));
-  RETURN_IF_ERROR(kernels::SiluMul({.gate_up = gate_up_.as<float>(),
-                                    .out = activated_.as<float>(),
-                                    .num_rows = num_rows,
-                                    .size = intermediate},
-                                   stream_));
+  if (!gated) {
+    RETURN_IF_ERROR(kernels::SiluMul({.gate_up = gate_up_.as<float>(),
+                                      .out = activated_.as<float>(),
+                                      .num_rows = num_rows,
+                                      .size = intermediate},
+                                     stream_));
+  }
   return kernels::Linear({.x = activated_.as<float>(),
                           .weight = &weights.down,
                           .bias = weights.down_bias.data(),

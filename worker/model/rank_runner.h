@@ -150,7 +150,7 @@ class RankRunner {
   std::vector<std::int32_t> token_ids_;  // [rows]
   kernels::Buffer x_;                    // [rows, hidden]
   kernels::Buffer normed_;               // [rows, hidden]
-  kernels::Buffer gate_up_;              // [rows, 2 * own intermediate]
+  kernels::Buffer gate_up_;              // [rows, 2 * own intermediate]; on a device
   kernels::Buffer activated_;            // [rows, own intermediate]
   StepArrays arrays_;
   kernels::Buffer logits_;             // [logits rows, padded_vocab]
