@@ -36,8 +36,9 @@ struct CollectiveCounters {
 // for `stall_timeout`, ABORTED after Abort(), INTERNAL when ranks disagree about the call (the
 // message names both); on CUDA they may come with the stream's next wait. After one of these every
 // later call fails the same way, the group is done, and the buffers of the failed call must outlive
-// the fabric. INVALID_ARGUMENT for sizes over max_bytes and UNIMPLEMENTED for sums of other types
-// than fp32, with nothing sent. Allocates nothing after the first call.
+// the fabric (those of Allocate() do) unchanged. INVALID_ARGUMENT for sizes over max_bytes and
+// UNIMPLEMENTED for sums of other types than fp32, with nothing sent. Allocates nothing after the
+// first call, but by Allocate().
 //
 // `in` and `out` may overlap only where a method says so. A call with 0 bytes is a barrier.
 //
@@ -50,9 +51,10 @@ class Communicator {
   virtual int size() const = 0;
 
   // Where kernels of `stream` and calls with it read and write: what every `in` and `out` on a
-  // device is to be from. On the CPU it may be any memory; ranks of one host read long ones from
-  // here where they lie, if all give them from here. All ranks ask for the same sizes in the same
-  // order, before their first call; freed before this ends. Errors as those of Buffer::Allocate().
+  // device is to be from. On the CPU ranks of one host read a long `in` from here where it lies;
+  // either all of them give a call memory from here, or none. All ranks ask for the same sizes in
+  // the same order, before their first call (later it is memory like any); freed before this ends.
+  // Errors as those of Buffer::Allocate().
   virtual absl::StatusOr<kernels::Buffer> Allocate(std::int64_t bytes, kernels::Stream& stream) {
     return kernels::Buffer::Allocate(bytes, stream);
   }

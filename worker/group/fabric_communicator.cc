@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -7,6 +8,7 @@
 #include "fmt/format.h"
 #include "server/base/ceil_div.h"
 #include "server/base/check.h"
+#include "server/base/log.h"
 #include "server/base/status_macros.h"
 #include "worker/group/collective_rounds.h"
 #include "worker/group/communicator.h"
@@ -61,7 +63,7 @@ class FabricCommunicator final : public Communicator {
                      const FabricCommunicatorOptions& options)
       : options_(options),
         words_(std::make_shared<Words>()),
-        windows_(rank, static_cast<int>(peers.size())),
+        windows_(std::make_shared<SharedWindows>(rank, static_cast<int>(peers.size()))),
         their_handles_(peers.size()),
         their_places_(peers.size()),
         their_attached_(peers.size()),
@@ -73,6 +75,7 @@ class FabricCommunicator final : public Communicator {
             static_cast<std::size_t>(slot_bytes_ * size() + kAlign))) {
     CHECK(options.max_bytes > 0);
     mux->Keep(words_);
+    mux->Keep(windows_);
   }
 
   int rank() const override { return rounds_.rank(); }
@@ -80,7 +83,7 @@ class FabricCommunicator final : public Communicator {
 
   absl::StatusOr<kernels::Buffer> Allocate(std::int64_t bytes, kernels::Stream& stream) override {
     const bool window = !met_ && stream.device() == kernels::DeviceKind::kCpu;
-    return window ? windows_.Allocate(bytes) : kernels::Buffer::Allocate(bytes, stream);
+    return window ? windows_->Allocate(bytes) : kernels::Buffer::Allocate(bytes, stream);
   }
 
   absl::Status AllReduceSum(void* data, std::int64_t count, DType dtype,
@@ -242,7 +245,7 @@ class FabricCommunicator final : public Communicator {
       flow.Send(&word, sizeof(word));
       flow.Receive(&all[static_cast<std::size_t>(r)], sizeof(word));
     });
-    RETURN_IF_ERROR(SymmetricRound(operation, bytes));
+    RETURN_IF_ERROR(SharedRound(operation, bytes));
     word_bytes_ += sizeof(word) * static_cast<std::uint64_t>(size() - 1);
     return absl::OkStatus();
   }
@@ -253,7 +256,7 @@ class FabricCommunicator final : public Communicator {
   // Whether a call takes its `bytes` of input, `parts` of which go different ways, from shared
   // memory: the same on all ranks.
   bool Shares(const void* in, std::int64_t bytes, int parts) const {
-    return shares_ && bytes / parts >= kSharedBytes && windows_.Find(in, bytes).has_value();
+    return shares_ && bytes / parts >= kSharedBytes && windows_->Find(in, bytes).has_value();
   }
   // From when it returns, sources_ are what the ranks gave as `in`, until the next Barrier().
   absl::Status ShowInput(Operation operation, std::int64_t operation_bytes, const void* in,
@@ -264,7 +267,15 @@ class FabricCommunicator final : public Communicator {
       flow.Send(nullptr, 0);
       flow.Receive(nullptr, 0);
     });
-    return SymmetricRound(operation, operation_bytes);
+    return SharedRound(operation, operation_bytes);
+  }
+  // What ranks did with shared memory before the round, all see behind it, whatever fences the
+  // fabric's messages come with.
+  absl::Status SharedRound(Operation operation, std::int64_t bytes) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    absl::Status status = SymmetricRound(operation, bytes);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    return status;
   }
   // to(r) gets `bytes` from `offset` on of every other rank's input.
   template <typename To>
@@ -317,7 +328,7 @@ class FabricCommunicator final : public Communicator {
 
   const FabricCommunicatorOptions options_;
   const std::shared_ptr<Words> words_;
-  SharedWindows windows_;
+  const std::shared_ptr<SharedWindows> windows_;
   bool met_ = false;                                   // MeetWindows() has been called
   bool shares_ = false;                                // all ranks read the memory of all others
   std::vector<SharedWindows::Handles> their_handles_;  // by rank
@@ -335,13 +346,19 @@ class FabricCommunicator final : public Communicator {
 };
 
 absl::Status FabricCommunicator::MeetWindows() {
-  if (std::exchange(met_, true) || windows_.empty()) return absl::OkStatus();
-  words_->handles = windows_.handles();
+  if (std::exchange(met_, true) || windows_->empty()) return absl::OkStatus();
+  words_->handles = windows_->handles();
   RETURN_IF_ERROR(Tell(kMeetWindows, 0, words_->handles, their_handles_));
   words_->attached = 1;
   for (int r = 0; r < size(); ++r) {
     if (r == rank()) continue;
-    if (!windows_.Attach(r, their_handles_[static_cast<std::size_t>(r)])) words_->attached = 0;
+    const absl::Status attached = windows_->Attach(r, their_handles_[static_cast<std::size_t>(r)]);
+    if (attached.ok()) continue;
+    if (words_->attached != 0) {
+      spdlog::info("ranks send each other all activations: no shared memory with rank {}: {}", r,
+                   std::string_view(attached.message().data(), attached.message().size()));
+    }
+    words_->attached = 0;
   }
   their_attached_[static_cast<std::size_t>(rank())] = words_->attached;
   RETURN_IF_ERROR(Tell(kMeetWindows, 1, words_->attached, their_attached_));
@@ -351,12 +368,12 @@ absl::Status FabricCommunicator::MeetWindows() {
 
 absl::Status FabricCommunicator::ShowInput(Operation operation, std::int64_t operation_bytes,
                                            const void* in, std::int64_t bytes) {
-  words_->place = *windows_.Find(in, bytes);
+  words_->place = *windows_->Find(in, bytes);
   RETURN_IF_ERROR(Tell(operation, operation_bytes, words_->place, their_places_));
   for (int r = 0; r < size(); ++r) {
     if (r == rank()) continue;
     const SharedWindows::Place& place = their_places_[static_cast<std::size_t>(r)];
-    sources_[static_cast<std::size_t>(r)] = windows_.At(r, place, bytes);
+    sources_[static_cast<std::size_t>(r)] = windows_->At(r, place, bytes);
     if (sources_[static_cast<std::size_t>(r)] != nullptr) continue;
     rounds_.Fail(absl::InternalError(
         fmt::format("rank {} has {} bytes at {} of window {}, where there are none", r, bytes,

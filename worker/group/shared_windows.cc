@@ -3,9 +3,11 @@
 #include <sys/ipc.h>
 #include <sys/shm.h>
 
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
+#include "fmt/format.h"
 #include "server/base/draw.h"
 #include "server/base/log.h"
 
@@ -41,26 +43,32 @@ absl::StatusOr<kernels::Buffer> SharedWindows::Allocate(std::int64_t bytes) {
   return kernels::Buffer::Of(std::shared_ptr<void>(segment, segment.get() + kHeaderBytes), bytes);
 }
 
-bool SharedWindows::Attach(int r, const Handles& handles) {
+absl::Status SharedWindows::Attach(int r, const Handles& handles) {
   std::array<Segment, kMaxWindows> segments;
   for (std::size_t window = 0; window < kMaxWindows; ++window) {
     const Handle& theirs = handles[window];
-    if (theirs.bytes != handles_[window].bytes) return false;
+    if (theirs.bytes != handles_[window].bytes) {
+      return absl::FailedPreconditionError(fmt::format("window {} has {} bytes there and {} here",
+                                                       window, theirs.bytes,
+                                                       handles_[window].bytes));
+    }
     if (window >= num_windows_) continue;
-    if (theirs.bytes == 0) return false;
-    shmid_ds segment{};
-    if (shmctl(theirs.id, IPC_STAT, &segment) != 0 ||
-        segment.shm_segsz < static_cast<std::size_t>(theirs.bytes + kHeaderBytes)) {
-      return false;
+    if (theirs.bytes == 0) {
+      return absl::FailedPreconditionError(fmt::format("window {} could not be made", window));
     }
-    Segment mapped = Map(theirs.id, SHM_RDONLY);
-    if (mapped == nullptr || std::memcmp(mapped.get(), &theirs.key, sizeof(theirs.key)) != 0) {
-      return false;
+    shmid_ds found{};
+    if (shmctl(theirs.id, IPC_STAT, &found) == 0 &&
+        found.shm_segsz >= static_cast<std::size_t>(theirs.bytes + kHeaderBytes)) {
+      segments[window] = Map(theirs.id, SHM_RDONLY);
     }
-    segments[window] = std::move(mapped);
+    if (segments[window] == nullptr ||
+        std::memcmp(segments[window].get(), &theirs.key, sizeof(theirs.key)) != 0) {
+      return absl::FailedPreconditionError(
+          fmt::format("window {} is not in this IPC namespace, or of another user", window));
+    }
   }
   segments_[static_cast<std::size_t>(r)] = std::move(segments);
-  return true;
+  return absl::OkStatus();
 }
 
 std::optional<SharedWindows::Place> SharedWindows::Find(const void* data,
@@ -82,7 +90,7 @@ bool SharedWindows::Fits(const Place& place, std::int64_t bytes) const {
 }
 
 const std::byte* SharedWindows::At(int r, const Place& place, std::int64_t bytes) const {
-  if (!Fits(place, bytes)) return nullptr;
+  if (!Fits(place, bytes) || place.offset % alignof(float) != 0) return nullptr;
   const Segment& segment = segments_[static_cast<std::size_t>(r)][place.window];
   return segment == nullptr ? nullptr : segment.get() + kHeaderBytes + place.offset;
 }

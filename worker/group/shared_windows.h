@@ -7,14 +7,16 @@
 #include <optional>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/device/buffer.h"
 
 namespace weft {
 
-// Memory of a rank that the other ranks of its host can read where it lies. In System V segments,
-// which are marked for removal as soon as they are made: the kernel frees them with the last
-// process that has them, however it dies. Others map them to read only.
+// Memory of a rank that the other ranks of its host can read where it lies: of the same user, in
+// the same IPC namespace. In System V segments, which are marked for removal within microseconds of
+// being made: from then on the kernel frees them with the last process that has them, however it
+// dies. Others map them to read only. In pages of the usual size.
 //
 // Threading: one thread. The memory of Allocate() stays mapped as long as this, and until it is
 // given back, on any thread.
@@ -24,7 +26,7 @@ class SharedWindows {
 
   // What another rank needs to find a window; none if `bytes` is 0.
   struct Handle {
-    std::uint64_t key = 0;  // begins the segment: an id means another one on another host
+    std::uint64_t key = 0;  // begins the segment: elsewhere its id may be another one's
     std::int64_t bytes = 0;
     std::int32_t id = -1;
     std::uint32_t unused = 0;
@@ -48,14 +50,15 @@ class SharedWindows {
   // Of this rank's windows.
   const Handles& handles() const { return handles_; }
 
-  // Maps the windows of rank `r`, which has as many as this one and of the same sizes; false if
-  // that is not so, or they cannot be had here.
-  bool Attach(int r, const Handles& handles);
+  // Maps the windows of rank `r`, which has as many as this one and of the same sizes.
+  // FAILED_PRECONDITION if that is not so, or one cannot be had here.
+  absl::Status Attach(int r, const Handles& handles);
 
   // Where memory of this rank lies; none if it is not in a window.
   std::optional<Place> Find(const void* data, std::int64_t bytes) const;
 
-  // `bytes` of rank r's memory; null if they are not in what Attach() has mapped.
+  // `bytes` of rank r's memory; null if they are not in what Attach() has mapped, or no float could
+  // be there.
   const std::byte* At(int r, const Place& place, std::int64_t bytes) const;
 
  private:

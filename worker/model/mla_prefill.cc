@@ -92,7 +92,8 @@ absl::StatusOr<MlaPrefill> MlaPrefill::Create(const ModelConfig& config, const S
   using kernels::Buffer;
   ASSIGN_OR_RETURN(p.q_, Buffer::Allocate(p.part_floats_ * kFloat));
   if (n > 1) {
-    ASSIGN_OR_RETURN(p.gathered_, Buffer::Allocate(MaxCollectiveBytes(config, layout, max_rows)));
+    ASSIGN_OR_RETURN(p.gathered_,
+                     dcp.Allocate(MaxCollectiveBytes(config, layout, max_rows), stream));
   }
   ASSIGN_OR_RETURN(p.latents_, Buffer::Allocate(kTileTokens * config.head_dim * kFloat));
   ASSIGN_OR_RETURN(p.kv_, Buffer::Allocate(2 * tile * kFloat));

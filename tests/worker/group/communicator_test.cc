@@ -257,45 +257,132 @@ TEST(CommunicatorTest, InputsInSomeRanksWindowsOnlyAreAnError) {
               Each(AllOf(HasSubstr("INTERNAL"), HasSubstr("AllGather"))));
 }
 
-// A peer that says its input lies where it has no window.
+// Rank 1 of two, played by hand, beside a communicator of rank 0.
+class PlayedPeer {
+ public:
+  PlayedPeer()
+      : to_other_(*fabric_->Connect(other_->LocalAddress(), 0)),
+        to_us_(*other_->Connect(fabric_->LocalAddress(), 1)),
+        communicator_(MakeFabricCommunicator(MakeCollectiveMux(*fabric_), 0,
+                                             std::vector{to_other_, to_other_}, {0, 1},
+                                             {.id = 1, .max_bytes = 2 * kLongBytes})),
+        window_(*communicator_->Allocate(kLongBytes, stream_)),
+        their_window_(*windows_.Allocate(kLongBytes)) {
+    other_->Receive(Channel::kCollective,
+                    [this](std::uint32_t, absl::Span<const std::byte> message) {
+                      CollectiveHeader header;
+                      std::memcpy(&header, message.data(), sizeof(header));
+                      heard_.push_back(static_cast<Operation>(header.operation));
+                    });
+    Send(kMeetWindows, 0, windows_.handles());
+    Send(kMeetWindows, 1, std::uint64_t{1});
+  }
+
+  template <typename... Word>
+  void Send(Operation operation, std::int64_t bytes, const Word&... word) {
+    const CollectiveHeader header = {.communicator = 1,
+                                     .round = round_++,
+                                     .operation = operation,
+                                     .reserved = 0,
+                                     .operation_bytes = static_cast<std::uint64_t>(bytes),
+                                     .offset = 0};
+    const absl::Span<const std::byte> spans[] = {
+        {reinterpret_cast<const std::byte*>(&header), sizeof(header)},
+        {reinterpret_cast<const std::byte*>(&word), sizeof(word)}...};
+    ASSERT_TRUE(other_->Send(to_us_, Channel::kCollective, spans, nullptr).ok());
+  }
+  // Waits until rank 0 says `operation`.
+  void Hear(Operation operation) {
+    while (std::find(heard_.begin(), heard_.end(), operation) == heard_.end()) {
+      other_->Wait(absl::Milliseconds(10));
+    }
+  }
+
+  Communicator& communicator() { return *communicator_; }
+  NoStream& stream() { return stream_; }
+  float* window() { return window_.as<float>(); }              // rank 0's
+  float* their_window() { return their_window_.as<float>(); }  // rank 1's
+
+ private:
+  NoStream stream_;
+  std::unique_ptr<Fabric> fabric_ = MakeLocalFabric("us");
+  std::unique_ptr<Fabric> other_ = MakeLocalFabric("peer");
+  PeerId to_other_;
+  PeerId to_us_;
+  SharedWindows windows_{1, 2};
+  std::unique_ptr<Communicator> communicator_;
+  kernels::Buffer window_;
+  kernels::Buffer their_window_;
+  std::vector<Operation> heard_;
+  std::uint32_t round_ = 0;
+};
+
 TEST(CommunicatorTest, APlaceOutsideOfWindowsIsAnError) {
   for (const SharedWindows::Place place :
-       {SharedWindows::Place{1, 0}, SharedWindows::Place{0, 64},
-        SharedWindows::Place{0, ~std::uint64_t{0}}, SharedWindows::Place{~std::uint64_t{0}, 0}}) {
-    std::unique_ptr<Fabric> fabric = MakeLocalFabric("us");
-    std::unique_ptr<Fabric> other = MakeLocalFabric("peer");
-    const PeerId to_other = *fabric->Connect(other->LocalAddress(), 0);
-    const PeerId to_us = *other->Connect(fabric->LocalAddress(), 1);
-    const PeerId peers[] = {to_other, to_other};
-    const std::uint32_t tags[] = {0, 1};
-    const auto communicator = MakeFabricCommunicator(MakeCollectiveMux(*fabric), 0, peers, tags,
-                                                     {.id = 1, .max_bytes = 2 * kLongBytes});
-    NoStream stream;
-    const kernels::Buffer in = *communicator->Allocate(kLongBytes, stream);
-    SharedWindows windows(1, 2);
-    const kernels::Buffer theirs = *windows.Allocate(kLongBytes);
-    const auto send = [&](std::uint32_t round, Operation operation, std::int64_t bytes,
-                          const auto& word) {
-      const CollectiveHeader header = {.communicator = 1,
-                                       .round = round,
-                                       .operation = operation,
-                                       .reserved = 0,
-                                       .operation_bytes = static_cast<std::uint64_t>(bytes),
-                                       .offset = 0};
-      const absl::Span<const std::byte> spans[] = {
-          {reinterpret_cast<const std::byte*>(&header), sizeof(header)},
-          {reinterpret_cast<const std::byte*>(&word), sizeof(word)}};
-      ASSERT_TRUE(other->Send(to_us, Channel::kCollective, spans, nullptr).ok());
-    };
-    send(0, kMeetWindows, 0, windows.handles());
-    send(1, kMeetWindows, 1, std::uint64_t{1});
-    send(2, kSharedAllGather, kLongBytes, place);
+       {SharedWindows::Place{1, 0}, SharedWindows::Place{0, 64}, SharedWindows::Place{0, ~0ULL},
+        SharedWindows::Place{~0ULL, 0}}) {
+    PlayedPeer peer;
+    peer.Send(kSharedAllGather, kLongBytes, place);
     std::vector<std::byte> out(2 * kLongBytes);
-    const absl::Status status = communicator->AllGather(in.data(), out.data(), kLongBytes, stream);
+    const absl::Status status =
+        peer.communicator().AllGather(peer.window(), out.data(), kLongBytes, peer.stream());
     EXPECT_THAT(status.ToString(),
                 AllOf(HasSubstr("INTERNAL: rank 1 has 1048576 bytes at"), HasSubstr("of window")));
-    EXPECT_EQ(communicator->AllGather(in.data(), out.data(), 0, stream), status);
+    EXPECT_EQ(peer.communicator().AllGather(peer.window(), out.data(), 0, peer.stream()), status);
   }
+}
+
+// Until all have read it, a call does not return, and its caller writes nothing.
+TEST(CommunicatorTest, AnInputStaysUntilAllHaveReadIt) {
+  PlayedPeer peer;
+  std::vector<float> out(2 * kLongBytes / 4);
+  std::atomic<bool> returned = false;
+  absl::Status status;
+  std::thread rank_0([&] {
+    status = peer.communicator().AllGather(peer.window(), out.data(), kLongBytes, peer.stream());
+    returned = true;
+  });
+  peer.their_window()[5] = 7;
+  peer.Send(kSharedAllGather, kLongBytes, SharedWindows::Place{0, 0});
+  peer.Hear(kLeaveShared);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_FALSE(returned);
+  peer.Send(kLeaveShared, kLongBytes);
+  rank_0.join();
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(out[kLongBytes / 4 + 5], 7);
+}
+
+TEST(CommunicatorTest, AnAllReduceWritesAPeersPartOnceThePeerHasReadIt) {
+  PlayedPeer peer;
+  constexpr std::int64_t kCount = kLongBytes / 4;
+  constexpr std::int64_t kTheirs = kCount / 2;  // begins rank 1's part
+  std::fill_n(peer.window(), kCount, 1.0F);
+  std::fill_n(peer.their_window(), kCount, 2.0F);
+  std::atomic<bool> returned = false;
+  absl::Status status;
+  std::thread rank_0([&] {
+    status =
+        peer.communicator().AllReduceSum(peer.window(), kCount, DType::kFloat32, peer.stream());
+    returned = true;
+  });
+  peer.Send(kSharedAllReduceScatter, kLongBytes, SharedWindows::Place{0, 0});
+  peer.Hear(kSharedAllReduceGather);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(peer.window()[0], 3);
+  EXPECT_EQ(peer.window()[kTheirs - 1], 3);
+  EXPECT_EQ(peer.window()[kTheirs], 1);  // rank 1 may not have read it yet
+  std::fill_n(peer.their_window() + kTheirs, kTheirs, 4.0F);
+  peer.Send(kSharedAllReduceGather, kLongBytes);
+  peer.Hear(kLeaveShared);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_FALSE(returned);
+  peer.Send(kLeaveShared, kLongBytes);
+  rank_0.join();
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(peer.window()[kTheirs - 1], 3);
+  EXPECT_EQ(peer.window()[kTheirs], 4);
+  EXPECT_EQ(peer.window()[kCount - 1], 4);
 }
 
 TEST(CommunicatorTest, AbortEndsTheRunningCallAndEveryLaterOne) {

@@ -6,10 +6,13 @@
 #include <optional>
 #include <vector>
 
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace weft {
 namespace {
+
+using ::testing::HasSubstr;
 
 constexpr std::int64_t kBytes = 100'000;
 
@@ -20,7 +23,7 @@ TEST(SharedWindowsTest, AnotherRankReadsWhatIsWritten) {
   const kernels::Buffer second = *one.Allocate(2 * kBytes);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(second.data()) % 64, 0);
   const kernels::Buffer theirs[] = {*two.Allocate(kBytes), *two.Allocate(2 * kBytes)};
-  ASSERT_TRUE(two.Attach(0, one.handles()));
+  ASSERT_TRUE(two.Attach(0, one.handles()).ok());
   const std::optional<SharedWindows::Place> place = one.Find(second.data() + 64, kBytes);
   ASSERT_TRUE(place.has_value());
   const std::byte* const seen = two.At(0, *place, kBytes);
@@ -30,6 +33,9 @@ TEST(SharedWindowsTest, AnotherRankReadsWhatIsWritten) {
   std::memset(second.data() + 64, 7, kBytes);
   EXPECT_EQ(seen[0], std::byte{7});
   EXPECT_EQ(seen[kBytes - 1], std::byte{7});
+  EXPECT_EQ(two.At(0, {place->window, 2 * kBytes - 64}, 65), nullptr);
+  EXPECT_EQ(two.At(0, {2, 0}, 1), nullptr);
+  EXPECT_EQ(two.At(0, {0, 2}, 4), nullptr);  // no float is there
 }
 
 TEST(SharedWindowsTest, FindsOnlyWhatLiesInAWindow) {
@@ -48,34 +54,34 @@ TEST(SharedWindowsTest, FindsOnlyWhatLiesInAWindow) {
 TEST(SharedWindowsTest, AttachesOnlyWhatTheHandleSpeaksOf) {
   SharedWindows one(0, 2);
   const kernels::Buffer window = *one.Allocate(kBytes);
-  const auto attaches = [&](const SharedWindows::Handles& handles) {
+  const auto attach = [&](const SharedWindows::Handles& handles) {
     SharedWindows two(1, 2);
     const kernels::Buffer theirs = *two.Allocate(kBytes);
-    const bool attached = two.Attach(0, handles);
+    const absl::Status attached = two.Attach(0, handles);
     // What is not attached is not read.
-    EXPECT_EQ(two.At(0, {0, 0}, kBytes) != nullptr, attached);
-    return attached;
+    EXPECT_EQ(two.At(0, {0, 0}, kBytes) != nullptr, attached.ok());
+    return attached.ToString();
   };
-  EXPECT_TRUE(attaches(one.handles()));
+  EXPECT_EQ(attach(one.handles()), "OK");
   SharedWindows::Handles handles = one.handles();
   handles[0].key ^= 1;  // as of another host
-  EXPECT_FALSE(attaches(handles));
+  EXPECT_THAT(attach(handles), HasSubstr("window 0 is not in this IPC namespace"));
   handles = one.handles();
   handles[0].id = 0x7fffffff;
-  EXPECT_FALSE(attaches(handles));
+  EXPECT_THAT(attach(handles), HasSubstr("window 0 is not in this IPC namespace"));
   handles = one.handles();
   handles[0].bytes = 0;  // as of a rank that got no segment
-  EXPECT_FALSE(attaches(handles));
+  EXPECT_THAT(attach(handles), HasSubstr("window 0 has 0 bytes there and 100000 here"));
   handles = one.handles();
   handles[1] = handles[0];  // one more than this rank has
-  EXPECT_FALSE(attaches(handles));
+  EXPECT_THAT(attach(handles), HasSubstr("window 1 has 100000 bytes there and 0 here"));
   // A segment that is shorter than was said.
   SharedWindows small(0, 2);
   const kernels::Buffer small_window = *small.Allocate(64);
   handles = one.handles();
   handles[0].id = small.handles()[0].id;
   handles[0].key = small.handles()[0].key;
-  EXPECT_FALSE(attaches(handles));
+  EXPECT_THAT(attach(handles), HasSubstr("window 0 is not in this IPC namespace"));
 }
 
 TEST(SharedWindowsTest, WhatIsTooManyIsMemoryWithoutAWindow) {
@@ -101,7 +107,7 @@ TEST(SharedWindowsTest, ASegmentGoesWithTheLastThatHasIt) {
   ASSERT_EQ(shmctl(id, IPC_STAT, &segment), 0);
   EXPECT_NE(segment.shm_perm.mode & SHM_DEST, 0);
   EXPECT_EQ(segment.shm_perm.mode & 0777, 0600);
-  ASSERT_TRUE(two->Attach(0, one->handles()));
+  ASSERT_TRUE(two->Attach(0, one->handles()).ok());
   window.data()[0] = std::byte{1};
   one.reset();
   EXPECT_EQ(window.data()[0], std::byte{1});  // a buffer may outlive its windows
