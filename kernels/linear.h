@@ -39,11 +39,14 @@ class PackedMatrix {
                                            Stream& stream);
 
   // Two weights of one shape as one of twice the rows, whose product is gated (LinearParams). On
-  // the CPU: `stream` has no device. Errors as of Pack(), whose parts they are.
+  // the CPU: `stream` has no device. Errors as of Pack(), whose parts they are, and
+  // INVALID_ARGUMENT if their shapes differ.
   static absl::StatusOr<PackedMatrix> PackGated(const MatrixView& gate, const MatrixView& up,
                                                 WeightFormat format, Stream& stream);
 
   std::int32_t out_features() const { return out_features_; }
+  // Of a product with it: half as many if it is gated.
+  std::int32_t product_features() const { return gated_ ? out_features_ / 2 : out_features_; }
   std::int32_t in_features() const { return in_features_; }
   WeightFormat format() const { return format_; }
   bool gated() const { return gated_; }
@@ -88,7 +91,7 @@ class MatrixGroup {
 // groups of 32 with a scale if those are integers; else it stays fp32.
 //
 // Of a gated weight y = silu(x G^T (+ bias)) * (x U^T (+ bias)), silu(x) = x / (1 + exp(-x)): y has
-// half of the weight's out_features, bias all, the gate's first; no residual.
+// its product_features(), bias all out_features(), the gate's first; no residual.
 struct LinearParams {
   const float* x;  // [num_rows, in_features], x_stride floats from row to row
   const PackedMatrix* weight;

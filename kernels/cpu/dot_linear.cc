@@ -331,7 +331,7 @@ AVX512_DOT void Multiply(const RoundedRows& x, std::int64_t num_rows, std::int64
 
 // y = sums + bias + residual for rows [row, row + num_rows) of `count` panels.
 AVX512_DOT void Store(const LinearParams& p, std::int64_t row, std::int64_t num_rows,
-                      std::int64_t panel, std::int64_t count, const Sums& sums) {
+                      std::int64_t panel, std::int64_t count, const float* sums) {
   const std::int64_t out = panel * kPanelWidth;
   // Row by row: they lie far apart.
   for (std::int64_t r = 0; r < num_rows; ++r) {
@@ -340,7 +340,7 @@ AVX512_DOT void Store(const LinearParams& p, std::int64_t row, std::int64_t num_
       const std::int64_t at = (row + r) * p.y_stride + first;
       const __mmask16 mask =
           FirstLanes(std::min<std::int64_t>(kPanelWidth, p.weight->out_features() - first));
-      __m512 value = _mm512_load_ps(sums.values + (i * kDotRows + r) * kPanelWidth);
+      __m512 value = _mm512_load_ps(sums + (i * kDotRows + r) * kPanelWidth);
       if (p.bias != nullptr) {
         value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, p.bias + first));
       }
@@ -393,7 +393,7 @@ AVX512_DOT void RunPiece(const LinearParams& p, const LinearPiece& piece, std::u
     if (gated) {
       StoreGated(p, piece.first_row, num_rows, panel, sums.values, kDotRows * kPanelWidth);
     } else {
-      Store(p, piece.first_row, num_rows, panel, count, sums);
+      Store(p, piece.first_row, num_rows, panel, count, sums.values);
     }
   }
 }

@@ -69,7 +69,7 @@ void StoreGatedPanels(const LinearParams& p, std::int64_t row, std::int64_t num_
                       std::int64_t panel, const float* HWY_RESTRICT sums,
                       std::int64_t sums_stride) {
   const PanelTag d;
-  const std::int64_t size = p.weight->out_features() / 2;
+  const std::int64_t size = p.weight->product_features();
   const std::int64_t out = panel / 2 * kPanelWidth;
   const std::int64_t width = std::min<std::int64_t>(kPanelWidth, size - out);
   HWY_ALIGN float bias[2][kPanelWidth] = {};
@@ -122,21 +122,21 @@ void WidenPanel(const std::byte* HWY_RESTRICT panel, std::int64_t depth, float* 
 // [count, rows, 16], and zero.
 template <typename Weights>
 void LinearDirect(const LinearParams& p, std::int64_t count, const std::byte* data,
-                  std::int64_t panel_bytes, float* acc) {
+                  std::int64_t panel_bytes, std::int64_t row, std::int64_t num_rows, float* acc) {
   // One pass over the panels streams by itself, or with a hint close by; while it takes two, the
   // next panels can come all the way.
   const std::byte* ahead = nullptr;
-  if (p.num_rows > kUnhintedRows) {
-    ahead = data + (p.num_rows < kTileRows ? kPrefetchBytes : panel_bytes);
+  if (num_rows > kUnhintedRows) {
+    ahead = data + (num_rows < kTileRows ? kPrefetchBytes : panel_bytes);
   }
-  PanelProduct<Weights>(p.x, p.x_stride, p.num_rows, p.weight->in_features(),
+  PanelProduct<Weights>(p.x + row * p.x_stride, p.x_stride, num_rows, p.weight->in_features(),
                         {.data = data,
                          .stride_bytes = panel_bytes,
                          .step_bytes = PanelStep<Weights>(),
                          .count = count,
                          .acc = acc,
                          .acc_stride = kPanelWidth,
-                         .acc_panel_stride = p.num_rows * kPanelWidth,
+                         .acc_panel_stride = num_rows * kPanelWidth,
                          .next = ahead,
                          .next_bytes = count * panel_bytes});
 }
@@ -186,8 +186,8 @@ void LinearPanels(const LinearParams& p, const LinearPiece& piece) {
   static_assert(kDirectPanels == kMostPanels && kBlockedPanels <= kMostPanels);
   HWY_ALIGN float acc[kMostPanels * kMaxRowBlock * kPanelWidth];
   const std::int64_t panel_bytes = PanelBytes(p.weight->in_features(), p.weight->format());
-  const bool direct = p.num_rows <= kDirectRows<Weights>;
   const std::int64_t num_rows = piece.end_row - piece.first_row;
+  const bool direct = p.num_rows <= kDirectRows<Weights>;
   const std::int64_t panel_sums = num_rows * kPanelWidth;
   const std::int64_t step = direct || p.weight->gated() ? kMostPanels : kBlockedPanels;
   for (std::int64_t panel = piece.first_panel; panel < piece.end_panel; panel += step) {
@@ -195,7 +195,7 @@ void LinearPanels(const LinearParams& p, const LinearPiece& piece) {
     const std::byte* data = p.weight->data() + panel * panel_bytes;
     std::fill_n(acc, count * panel_sums, 0.0F);
     if (direct) {
-      LinearDirect<Weights>(p, count, data, panel_bytes, acc);
+      LinearDirect<Weights>(p, count, data, panel_bytes, piece.first_row, num_rows, acc);
     } else {
       for (std::int64_t i = 0; i < count; i += kBlockedPanels) {
         LinearBlocked<Weights>(p, std::min(kBlockedPanels, count - i), data + i * panel_bytes,
@@ -252,21 +252,22 @@ std::int64_t MaxRowBlock(std::int64_t in_features) {
 // weights come from memory: tasks are short enough to follow their neighbours closely, or, while
 // all wait for weights, long enough that a thread fetches ahead what it takes itself.
 std::int64_t PanelsPerTask(const LinearParams& params, std::int64_t row_blocks, int num_threads) {
-  const std::int64_t panels = NumPanels(*params.weight);
-  const std::int64_t panel_bytes = params.weight->size_bytes() / panels;
-  const auto panels_in = [&](std::int64_t bytes, std::int64_t groups) {
-    const std::int64_t most = std::max<std::int64_t>(1, panels / groups);
-    return std::clamp<std::int64_t>(bytes / panel_bytes, 1, most);
+  // In units that stay together.
+  const std::int64_t unit = params.weight->gated() ? 2 : 1;
+  const std::int64_t units = NumPanels(*params.weight) / unit;
+  const std::int64_t unit_bytes = params.weight->size_bytes() / units;
+  const auto units_in = [&](std::int64_t bytes, std::int64_t groups) {
+    const std::int64_t most = std::max<std::int64_t>(1, units / groups);
+    return std::clamp<std::int64_t>(bytes / unit_bytes, 1, most);
   };
   if (params.num_rows <= kStreamedRows) {
-    const std::int64_t tasks = CeilDiv(panels, panels_in(512 * 1024, 2 * num_threads));
-    const std::int64_t per_task = CeilDiv(panels, CeilDiv(tasks, num_threads) * num_threads);
-    return params.weight->gated() ? CeilDiv(per_task, 2) * 2 : per_task;
+    const std::int64_t tasks = CeilDiv(units, units_in(512 * 1024, 2 * num_threads));
+    return unit * CeilDiv(units, CeilDiv(tasks, num_threads) * num_threads);
   }
   constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
   const std::int64_t per_task =
-      panels_in(row_blocks == 1 ? 128 * 1024 : kAny, CeilDiv(8 * num_threads, row_blocks));
-  return per_task > 1 ? per_task / 2 * 2 : params.weight->gated() ? 2 : 1;  // panels go in pairs
+      unit * units_in(row_blocks == 1 ? 128 * 1024 : kAny, CeilDiv(8 * num_threads, row_blocks));
+  return per_task > 1 ? per_task / 2 * 2 : 1;  // panels go in pairs
 }
 
 // How one product is cut into tasks.
@@ -321,7 +322,7 @@ absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stre
   std::int64_t tasks = 0;
   for (const LinearParams& params : products) {
     DCHECK(params.x_stride >= params.weight->in_features());
-    DCHECK(params.y_stride >= params.weight->out_features() / (params.weight->gated() ? 2 : 1));
+    DCHECK(params.y_stride >= params.weight->product_features());
     DCHECK(!params.weight->gated() || params.residual == nullptr);
     tasks = std::max(tasks, LinearCut(params, max_rows, pool.num_threads()).NumTasks());
   }
@@ -346,6 +347,7 @@ absl::Status GroupedLinear(absl::Span<const LinearParams> products, Stream& stre
 absl::Status Embedding(const EmbeddingParams& params, Stream& stream) {
   if (DeviceStream* const device = OnDevice(stream)) return device->Embedding(params);
   const PackedMatrix& weight = *params.weight;
+  DCHECK(!weight.gated());
   const std::int32_t size = weight.in_features();
   const std::int64_t panel_bytes = PanelBytes(size, weight.format());
   ParallelRows(PoolOf(stream), params.num_rows, std::int64_t{8} * size,

@@ -58,8 +58,8 @@ constexpr std::int64_t PanelBytes(std::int32_t in_features, WeightFormat format)
 }
 
 inline std::int64_t NumPanels(const PackedMatrix& weight) {
-  const std::int64_t parts = weight.gated() ? 2 : 1;
-  return parts * ((weight.out_features() / parts + kPanelWidth - 1) / kPanelWidth);
+  const std::int64_t panels = (weight.product_features() + kPanelWidth - 1) / kPanelWidth;
+  return weight.gated() ? 2 * panels : panels;
 }
 
 // One value of a panel.

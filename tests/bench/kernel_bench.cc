@@ -318,7 +318,7 @@ void BM_Model(benchmark::State& state) {
                   .y = y,
                   .num_rows = num_rows,
                   .x_stride = weight.in_features(),
-                  .y_stride = weight.out_features() / (weight.gated() ? 2 : 1)},
+                  .y_stride = weight.product_features()},
                  stream)
               .ok());
   };

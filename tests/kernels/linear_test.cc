@@ -354,6 +354,50 @@ TEST_P(LinearTest, OutputsDoNotDependOnBatchOrThreads) {
   }
 }
 
+// Inputs that are rounded, or weights that are widened, some at a time.
+TEST_P(LinearTest, ManyInputsAreWhatOneRowMakesOfThem) {
+  CpuStream stream(2);
+  struct Shape {
+    std::int32_t in;
+    std::int32_t rows;
+  };
+  for (const Shape& shape : {Shape{1536, 72}, Shape{1537, 145}, Shape{3105, 72}, Shape{9249, 12}}) {
+    for (const WeightFormat format : kFormats) {
+      SCOPED_TRACE(std::string(FormatName(format)) + ", inputs " + std::to_string(shape.in));
+      Rng rng(static_cast<std::uint64_t>(shape.in));
+      const Source gate(rng, 20, shape.in, DType::kFloat32);
+      const Source up(rng, 20, shape.in, DType::kFloat32);
+      const std::vector<float> x = RandomFloats(rng, std::int64_t{shape.rows} * shape.in);
+      const MatrixView views[] = {gate.view, up.view};
+      const absl::StatusOr<PackedMatrix> weights[] = {
+          PackedMatrix::Pack(views, format, stream),
+          PackedMatrix::PackGated(gate.view, up.view, format, stream)};
+      for (const auto& weight : weights) {
+        ASSERT_TRUE(weight.ok()) << weight.status();
+        const std::int64_t outputs = weight->product_features();
+        const auto run = [&](std::int32_t row, std::int32_t rows, float* y) {
+          return Linear({.x = x.data() + std::int64_t{row} * shape.in,
+                         .weight = &*weight,
+                         .bias = nullptr,
+                         .residual = nullptr,
+                         .y = y + row * outputs,
+                         .num_rows = rows,
+                         .x_stride = shape.in,
+                         .y_stride = outputs},
+                        stream);
+        };
+        std::vector<float> together(static_cast<std::size_t>(shape.rows * outputs));
+        std::vector<float> alone(together.size());
+        ASSERT_TRUE(run(0, shape.rows, together.data()).ok());
+        for (std::int32_t row = 0; row < shape.rows; ++row) {
+          ASSERT_TRUE(run(row, 1, alone.data()).ok());
+        }
+        ASSERT_TRUE(SameBits(together, alone));
+      }
+    }
+  }
+}
+
 TEST_P(LinearTest, ResidualMayBeTheOutput) {
   CpuStream stream(2);
   for (const std::int32_t rows : {1, 9}) {

@@ -99,7 +99,7 @@ absl::Status MoeLayer::RunExperts(const kernels::MatrixGroup& weights, const flo
   for (std::size_t e = 0; e < weights.size(); ++e) {
     const kernels::PackedMatrix& weight = weights[e];
     const std::int64_t begin = begins[e];
-    const std::int64_t out = weight.out_features() / (weight.gated() ? 2 : 1);
+    const std::int64_t out = weight.product_features();
     products_[e] = {.x = x + begin * weight.in_features(),
                     .weight = &weight,
                     .bias = nullptr,
