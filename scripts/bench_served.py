@@ -14,6 +14,7 @@ def main():
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", help="speak OpenAI's API, and ask for this; else llama-server's")
     parser.add_argument("--clients", type=int, required=True)
+    parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--input-len", type=int, required=True)
     parser.add_argument("--output-len", type=int, required=True)
     args = parser.parse_args()
@@ -32,11 +33,12 @@ def main():
     request(0, 4)  # warms up
     with concurrent.futures.ThreadPoolExecutor(args.clients) as pool:
         start = time.monotonic()
-        tokens = sum(pool.map(lambda seed: request(seed, args.output_len), range(1, args.clients + 1)))
+        tokens = sum(pool.map(lambda seed: request(seed, args.output_len), range(1, args.requests + 1)))
         seconds = time.monotonic() - start
-    if tokens != args.clients * args.output_len:
-        raise SystemExit(f"bench_served: {tokens} tokens came, not {args.clients} x {args.output_len}")
-    print(json.dumps({"output_throughput": tokens / seconds}))
+    if tokens != args.requests * args.output_len:
+        raise SystemExit(f"bench_served: {tokens} tokens came, not {args.requests} x {args.output_len}")
+    print(json.dumps({"output_throughput": tokens / seconds,
+                      "uncached_input_throughput": args.requests * args.input_len / seconds}))
 
 
 if __name__ == "__main__":
