@@ -39,6 +39,18 @@ constexpr std::int64_t RoundUp(std::int64_t a, std::int64_t to) { return CeilDiv
 // Chunks and slots start on cache lines.
 constexpr std::int64_t kAlign = 64;
 
+// The part of an all-reduce that each rank sums for all.
+struct Chunks {
+  Chunks(std::int64_t count, int size)
+      : count(count), each(RoundUp(CeilDiv(count, size), kAlign / kFloatBytes)) {}
+
+  std::int64_t begin(int r) const { return std::min(r * each, count); }
+  std::int64_t length(int r) const { return begin(r + 1) - begin(r); }
+
+  std::int64_t count;
+  std::int64_t each;
+};
+
 // The most that one rank sends another in a round.
 std::int64_t MaxFlowBytes(std::int64_t max_bytes, int size) {
   return RoundUp(std::max(std::min(DirectBytes(size), max_bytes), CeilDiv(max_bytes, size)),
@@ -109,17 +121,18 @@ class FabricCommunicator final : public Communicator {
                          kernels::Stream&) override {
     RETURN_IF_ERROR(CheckBytes("AllGather", bytes_per_rank, size()));
     return Measured([&]() -> absl::Status {
+      CopyOwn(in, At(out, rank(), bytes_per_rank), bytes_per_rank);
       if (Shares(in, bytes_per_rank, 1)) {
         RETURN_IF_ERROR(ShowInput(kSharedAllGather, bytes_per_rank, in, bytes_per_rank));
-        CopySources([&](int r) { return At(out, r, bytes_per_rank); }, 0, bytes_per_rank);
-        CopyOwn(in, At(out, rank(), bytes_per_rank), bytes_per_rank);
+        ForEachSource([&](int r, const std::byte* source) {
+          Read(At(out, r, bytes_per_rank), source, bytes_per_rank);
+        });
         return Barrier(kLeaveShared, bytes_per_rank);
       }
       rounds_.ForEachPeer([&](int r, Flow& flow) {
         flow.Send(in, bytes_per_rank);
         flow.Receive(At(out, r, bytes_per_rank), bytes_per_rank);
       });
-      CopyOwn(in, At(out, rank(), bytes_per_rank), bytes_per_rank);
       return SymmetricRound(kAllGather, bytes_per_rank);
     });
   }
@@ -151,21 +164,18 @@ class FabricCommunicator final : public Communicator {
                         kernels::Stream&) override {
     RETURN_IF_ERROR(CheckBytes("AllToAll", bytes_per_rank, size()));
     return Measured([&]() -> absl::Status {
-      const auto copy_own = [&] {
-        CopyOwn(At(in, rank(), bytes_per_rank), At(out, rank(), bytes_per_rank), bytes_per_rank);
-      };
+      CopyOwn(At(in, rank(), bytes_per_rank), At(out, rank(), bytes_per_rank), bytes_per_rank);
       if (Shares(in, bytes_per_rank * size(), size())) {
         RETURN_IF_ERROR(ShowInput(kSharedAllToAll, bytes_per_rank, in, bytes_per_rank * size()));
-        CopySources([&](int r) { return At(out, r, bytes_per_rank); }, rank() * bytes_per_rank,
-                    bytes_per_rank);
-        copy_own();
+        ForEachSource([&](int r, const std::byte* source) {
+          Read(At(out, r, bytes_per_rank), At(source, rank(), bytes_per_rank), bytes_per_rank);
+        });
         return Barrier(kLeaveShared, bytes_per_rank);
       }
       rounds_.ForEachPeer([&](int r, Flow& flow) {
         flow.Send(At(in, r, bytes_per_rank), bytes_per_rank);
         flow.Receive(At(out, r, bytes_per_rank), bytes_per_rank);
       });
-      copy_own();
       return SymmetricRound(kAllToAll, bytes_per_rank);
     });
   }
@@ -284,15 +294,18 @@ class FabricCommunicator final : public Communicator {
     Fence();
     return status;
   }
-  // to(r) gets `bytes` from `offset` on of every other rank's input.
-  template <typename To>
-  void CopySources(To to, std::int64_t offset, std::int64_t bytes) {
+  // body(r, source) for every other rank's input; starting behind ourselves, so that not all ranks
+  // read rank 0's first.
+  template <typename Body>
+  void ForEachSource(Body body) {
     for (int i = 1; i < size(); ++i) {
       const int r = (rank() + i) % size();
-      std::memcpy(to(r), sources_[static_cast<std::size_t>(r)] + offset,
-                  static_cast<std::size_t>(bytes));
-      read_bytes_ += static_cast<std::uint64_t>(bytes);
+      body(r, sources_[static_cast<std::size_t>(r)]);
     }
+  }
+  void Read(void* to, const std::byte* from, std::int64_t bytes) {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
+    read_bytes_ += static_cast<std::uint64_t>(bytes);
   }
   // out = the sum of `own` and the `count` floats from `first` on of every other rank's input.
   void SumSources(const float* own, std::int64_t first, std::int64_t count, float* out) {
@@ -393,19 +406,15 @@ absl::Status FabricCommunicator::ShowInput(Operation operation, std::int64_t ope
 absl::Status FabricCommunicator::AllReduceShared(float* data, std::int64_t count) {
   // As in two, but all is read where it lies.
   const std::int64_t bytes = count * kFloatBytes;
-  const std::int64_t chunk = RoundUp(CeilDiv(count, size()), kAlign / kFloatBytes);
-  const auto begin = [&](int r) { return std::min(r * chunk, count); };
-  const auto length = [&](int r) { return begin(r + 1) - begin(r); };
+  const Chunks chunks(count, size());
   RETURN_IF_ERROR(ShowInput(kSharedAllReduceScatter, bytes, data, bytes));
-  float* const own = data + begin(rank());
-  SumSources(own, begin(rank()), length(rank()), own);
+  const std::int64_t first = chunks.begin(rank());
+  SumSources(data + first, first, chunks.length(rank()), data + first);
   RETURN_IF_ERROR(Barrier(kSharedAllReduceGather, bytes));
-  for (int i = 1; i < size(); ++i) {
-    const int r = (rank() + i) % size();
-    const std::int64_t offset = begin(r) * kFloatBytes;
-    std::memcpy(data + begin(r), sources_[r] + offset, length(r) * kFloatBytes);
-    read_bytes_ += length(r) * kFloatBytes;
-  }
+  ForEachSource([&](int r, const std::byte* source) {
+    Read(data + chunks.begin(r), source + chunks.begin(r) * kFloatBytes,
+         chunks.length(r) * kFloatBytes);
+  });
   return Barrier(kLeaveShared, bytes);
 }
 
@@ -422,19 +431,17 @@ absl::Status FabricCommunicator::AllReduceDirect(float* data, std::int64_t count
 
 absl::Status FabricCommunicator::AllReduceInTwo(float* data, std::int64_t count) {
   // Every rank sums a chunk of its own and hands the sums to the others.
-  const std::int64_t chunk = RoundUp(CeilDiv(count, size()), kAlign / kFloatBytes);
-  const auto begin = [&](int r) { return std::min(r * chunk, count); };
-  const auto length = [&](int r) { return begin(r + 1) - begin(r); };
-  float* const own = data + begin(rank());
+  const Chunks chunks(count, size());
+  float* const own = data + chunks.begin(rank());
   rounds_.ForEachPeer([&](int r, Flow& flow) {
-    flow.Send(data + begin(r), length(r) * kFloatBytes);
-    ReceiveToSum(r, flow, own, own, length(rank()) * kFloatBytes);
+    flow.Send(data + chunks.begin(r), chunks.length(r) * kFloatBytes);
+    ReceiveToSum(r, flow, own, own, chunks.length(rank()) * kFloatBytes);
   });
   RETURN_IF_ERROR(SymmetricRound(kAllReduceScatter, count * kFloatBytes));
-  SumSlots(own, length(rank()), own);
+  SumSlots(own, chunks.length(rank()), own);
   rounds_.ForEachPeer([&](int r, Flow& flow) {
-    flow.Send(own, length(rank()) * kFloatBytes);
-    flow.Receive(data + begin(r), length(r) * kFloatBytes);
+    flow.Send(own, chunks.length(rank()) * kFloatBytes);
+    flow.Receive(data + chunks.begin(r), chunks.length(r) * kFloatBytes);
   });
   return SymmetricRound(kAllReduceGather, count * kFloatBytes);
 }

@@ -294,9 +294,29 @@ class PlayedPeer {
   }
   // Waits until rank 0 says `operation`.
   void Hear(Operation operation) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
     while (std::find(heard_.begin(), heard_.end(), operation) == heard_.end()) {
+      ASSERT_LT(std::chrono::steady_clock::now(), deadline) << "never said " << operation;
       other_->Wait(absl::Milliseconds(10));
     }
+  }
+
+  // Rank 0 makes `call` on a thread of its own.
+  template <typename Call>
+  void Start(const Call& call) {
+    rank_0_ = std::thread([this, call] {
+      status_ = call();
+      returned_ = true;
+    });
+  }
+  // Rank 0's call of `bytes` returns once rank 1 has left it, too, and not before.
+  void ExpectReturnsOnceLeft(std::int64_t bytes) {
+    Hear(kLeaveShared);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT_FALSE(returned_);
+    Send(kLeaveShared, bytes);
+    rank_0_.join();
+    EXPECT_TRUE(status_.ok()) << status_;
   }
 
   Communicator& communicator() { return *communicator_; }
@@ -315,6 +335,9 @@ class PlayedPeer {
   kernels::Buffer window_;
   kernels::Buffer their_window_;
   std::vector<Operation> heard_;
+  std::thread rank_0_;
+  absl::Status status_;
+  std::atomic<bool> returned_ = false;
   std::uint32_t round_ = 0;
 };
 
@@ -337,20 +360,12 @@ TEST(CommunicatorTest, APlaceOutsideOfWindowsIsAnError) {
 TEST(CommunicatorTest, AnInputStaysUntilAllHaveReadIt) {
   PlayedPeer peer;
   std::vector<float> out(2 * kLongBytes / 4);
-  std::atomic<bool> returned = false;
-  absl::Status status;
-  std::thread rank_0([&] {
-    status = peer.communicator().AllGather(peer.window(), out.data(), kLongBytes, peer.stream());
-    returned = true;
+  peer.Start([&] {
+    return peer.communicator().AllGather(peer.window(), out.data(), kLongBytes, peer.stream());
   });
   peer.their_window()[5] = 7;
   peer.Send(kSharedAllGather, kLongBytes, SharedWindows::Place{0, 0});
-  peer.Hear(kLeaveShared);
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  EXPECT_FALSE(returned);
-  peer.Send(kLeaveShared, kLongBytes);
-  rank_0.join();
-  EXPECT_TRUE(status.ok()) << status;
+  peer.ExpectReturnsOnceLeft(kLongBytes);
   EXPECT_EQ(out[kLongBytes / 4 + 5], 7);
 }
 
@@ -360,12 +375,8 @@ TEST(CommunicatorTest, AnAllReduceWritesAPeersPartOnceThePeerHasReadIt) {
   constexpr std::int64_t kTheirs = kCount / 2;  // begins rank 1's part
   std::fill_n(peer.window(), kCount, 1.0F);
   std::fill_n(peer.their_window(), kCount, 2.0F);
-  std::atomic<bool> returned = false;
-  absl::Status status;
-  std::thread rank_0([&] {
-    status =
-        peer.communicator().AllReduceSum(peer.window(), kCount, DType::kFloat32, peer.stream());
-    returned = true;
+  peer.Start([&] {
+    return peer.communicator().AllReduceSum(peer.window(), kCount, DType::kFloat32, peer.stream());
   });
   peer.Send(kSharedAllReduceScatter, kLongBytes, SharedWindows::Place{0, 0});
   peer.Hear(kSharedAllReduceGather);
@@ -375,12 +386,7 @@ TEST(CommunicatorTest, AnAllReduceWritesAPeersPartOnceThePeerHasReadIt) {
   EXPECT_EQ(peer.window()[kTheirs], 1);  // rank 1 may not have read it yet
   std::fill_n(peer.their_window() + kTheirs, kTheirs, 4.0F);
   peer.Send(kSharedAllReduceGather, kLongBytes);
-  peer.Hear(kLeaveShared);
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  EXPECT_FALSE(returned);
-  peer.Send(kLeaveShared, kLongBytes);
-  rank_0.join();
-  EXPECT_TRUE(status.ok()) << status;
+  peer.ExpectReturnsOnceLeft(kLongBytes);
   EXPECT_EQ(peer.window()[kTheirs - 1], 3);
   EXPECT_EQ(peer.window()[kTheirs], 4);
   EXPECT_EQ(peer.window()[kCount - 1], 4);
