@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -57,13 +56,6 @@ std::int64_t MaxFlowBytes(std::int64_t max_bytes, int size) {
                  kAlign);
 }
 
-// For all memory. ThreadSanitizer does not know fences, nor that two mappings are one memory.
-void Fence() {
-#ifndef __SANITIZE_THREAD__
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-#endif
-}
-
 std::byte* At(void* base, int r, std::int64_t bytes) {
   return static_cast<std::byte*>(base) + r * bytes;
 }
@@ -82,7 +74,7 @@ class FabricCommunicator final : public Communicator {
                      const FabricCommunicatorOptions& options)
       : options_(options),
         words_(std::make_shared<Words>()),
-        windows_(std::make_shared<SharedWindows>(rank, static_cast<int>(peers.size()))),
+        windows_(std::make_shared<SharedWindows>(static_cast<int>(peers.size()))),
         their_handles_(peers.size()),
         their_places_(peers.size()),
         their_attached_(peers.size()),
@@ -289,9 +281,9 @@ class FabricCommunicator final : public Communicator {
   // What ranks did with shared memory before the round, all see behind it, whatever fences the
   // fabric's messages come with.
   absl::Status SharedRound(Operation operation, std::int64_t bytes) {
-    Fence();
+    FenceSharedMemory();
     absl::Status status = SymmetricRound(operation, bytes);
-    Fence();
+    FenceSharedMemory();
     return status;
   }
   // body(r, source) for every other rank's input; starting behind ourselves, so that not all ranks

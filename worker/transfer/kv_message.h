@@ -21,7 +21,7 @@ enum class KvMessageType : std::uint8_t {
   kOffer = 6,     // as kRows, to who can read it in the sender's staging: payload is a KvOffer
 };
 
-// Where a whole kRows message is in the sender's KvStaging, until it is taken.
+// Where a whole kRows message is in the sender's SharedMemory, until it is taken.
 struct KvOffer {
   std::uint64_t offset;
   std::uint64_t bytes;
@@ -32,8 +32,8 @@ struct KvMessage {
   KvMessageType type{};
   std::uint64_t connection = 0;  // drawn by the sender of KV; in all messages, both ways
   std::int32_t rank = 0;         // kHello: of the sender
-  // kRows, kOffer, kTaken, kRejected. kHello: the descriptor of the sender's KvStaging; 0: not to
-  // be read. kWelcome: 1 if it can be.
+  // kRows, kOffer, kTaken, kRejected. kHello: the descriptor of the sender's SharedMemory; 0: not
+  // to be read. kWelcome: 1 if it can be.
   std::uint64_t transfer = 0;
   KvRowRange range;            // kRows, kOffer
   std::uint64_t checksum = 0;  // kRows: of the payload; 0 if it was not asked for

@@ -34,7 +34,7 @@ struct KvMoverOptions {
   std::int64_t staging_bytes = 4 << 20;    // of messages that are being sent
   std::int64_t window_bytes = 2 << 20;     // sent to one peer and not yet taken
   bool checksum = false;                   // of every message
-  bool shared_memory = true;               // see kv_peer_memory.h
+  bool shared_memory = true;               // see shared_memory.h
   std::int64_t bandwidth_limit = 0;        // bytes a second that this rank sends; 0: none
   absl::Duration min_backoff = absl::Milliseconds(100);  // before a lost peer is tried again
   absl::Duration max_backoff = absl::Seconds(2);

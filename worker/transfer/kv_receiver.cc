@@ -83,7 +83,7 @@ void KvReceiver::OnHello(const KvMessage& message) {
   peer.address = address;
   if (!refusal.empty()) spdlog::warn("kv: refused a prefill rank: {}", refusal);
   if (shared_memory_ && message.transfer != 0) {
-    peer.memory = KvPeerMemory::Open(address, static_cast<int>(message.transfer));
+    peer.memory = PeerMemory::Open(address, static_cast<int>(message.transfer));
   }
   Answer(peer, KvMessageType::kWelcome,
          {.connection = message.connection, .transfer = peer.memory.has_value() ? 1u : 0u},
@@ -126,7 +126,7 @@ absl::Status KvReceiver::CheckRows(const KvMessage& message, const Transfer& tra
 }
 
 absl::StatusOr<absl::Span<const std::byte>> KvReceiver::FindOffer(const KvMessage& offer,
-                                                                  const KvPeerMemory& memory) {
+                                                                  const PeerMemory& memory) {
   KvOffer where{};
   if (offer.payload.size() != sizeof(where)) {
     return absl::InvalidArgumentError(
@@ -146,7 +146,7 @@ absl::Status KvReceiver::StoreOffer(const KvMessage& offer, const Peer& peer, Tr
   ASSIGN_OR_RETURN(const absl::Span<const std::byte> bytes, FindOffer(offer, *peer.memory));
   std::byte before[kKvHeaderBytes];
   std::memcpy(before, bytes.data(), kKvHeaderBytes);
-  FenceKvMemory();
+  FenceSharedMemory();
   const absl::StatusOr<KvMessage> rows = DecodeKvMessage(bytes);
   if (!rows.ok() || rows->type != KvMessageType::kRows || rows->connection != offer.connection ||
       rows->transfer != offer.transfer || rows->range != offer.range) {
@@ -155,7 +155,7 @@ absl::Status KvReceiver::StoreOffer(const KvMessage& offer, const Peer& peer, Tr
   RETURN_IF_ERROR(Store(*rows, peer, transfer));
   // The sender wipes the header before it writes anything else there: if it is the same after the
   // rows have been read, they are the ones that were offered.
-  FenceKvMemory();
+  FenceSharedMemory();
   if (std::memcmp(before, bytes.data(), kKvHeaderBytes) != 0) {
     return absl::UnavailableError("what the prefill rank has offered went while it was read");
   }

@@ -12,10 +12,10 @@
 #include "absl/types/span.h"
 #include "worker/engine/step_plan.h"
 #include "worker/group/fabric.h"
+#include "worker/group/shared_memory.h"
 #include "worker/model/step_rows.h"
 #include "worker/transfer/kv_copier.h"
 #include "worker/transfer/kv_message.h"
-#include "worker/transfer/kv_peer_memory.h"
 #include "worker/transfer/kv_rank.h"
 
 namespace weft {
@@ -58,8 +58,8 @@ class KvReceiver {
   struct Peer {
     PeerId id{};
     std::string address;
-    std::optional<ShardLayout> layout;   // none: refused
-    std::optional<KvPeerMemory> memory;  // its staging; none: not to be read
+    std::optional<ShardLayout> layout;  // none: refused
+    std::optional<PeerMemory> memory;   // its staging; none: not to be read
   };
 
   // NOT_FOUND if there is none to the rank at `address`.
@@ -70,7 +70,7 @@ class KvReceiver {
                          const ShardLayout& from) const;
   // The whole message that is offered, where it is.
   static absl::StatusOr<absl::Span<const std::byte>> FindOffer(const KvMessage& offer,
-                                                               const KvPeerMemory& memory);
+                                                               const PeerMemory& memory);
   // Rows of a transfer and a peer that are known.
   absl::Status Store(const KvMessage& message, const Peer& peer, Transfer& transfer);
   absl::Status StoreOffer(const KvMessage& offer, const Peer& peer, Transfer& transfer);

@@ -27,10 +27,10 @@ std::int64_t SlotBytes(std::int64_t buffer_bytes) {
 }
 
 // As many whole slots as fit, two at least.
-KvStaging MakeStaging(std::int64_t slot_bytes, std::int64_t bytes, const Fabric& fabric) {
+SharedMemory MakeStaging(std::int64_t slot_bytes, std::int64_t bytes, const Fabric& fabric) {
   const std::int64_t num_slots = std::max<std::int64_t>(2, bytes / slot_bytes);
-  absl::StatusOr<KvStaging> staging =
-      KvStaging::Create(num_slots * slot_bytes, fabric.LocalAddress());
+  absl::StatusOr<SharedMemory> staging =
+      SharedMemory::Create(num_slots * slot_bytes, fabric.LocalAddress());
   CHECK_MSG(staging.ok(), std::string(staging.status().message()));
   return *std::move(staging);
 }
@@ -394,7 +394,7 @@ std::byte* KvSender::BufferAt(int buffer) const {
 // Whoever still reads in it sees by the header that it is not what was offered.
 void KvSender::Wipe(int buffer) {
   std::memset(BufferAt(buffer), 0, kKvHeaderBytes);
-  FenceKvMemory();  // before rows are packed there
+  FenceSharedMemory();  // before rows are packed there
 }
 
 void KvSender::Release(int buffer) {

@@ -12,10 +12,10 @@
 #include "absl/types/span.h"
 #include "worker/engine/step_plan.h"
 #include "worker/group/fabric.h"
+#include "worker/group/shared_memory.h"
 #include "worker/model/step_rows.h"
 #include "worker/transfer/kv_copier.h"
 #include "worker/transfer/kv_message.h"
-#include "worker/transfer/kv_peer_memory.h"
 #include "worker/transfer/kv_rank.h"
 #include "worker/transfer/kv_routes.h"
 
@@ -109,7 +109,7 @@ class KvSender {
   KvCopier& copier_;
   const KvMoverOptions options_;
   const std::int64_t buffer_bytes_;  // of the payload of a message
-  KvStaging staging_;
+  SharedMemory staging_;
   std::vector<int> free_buffers_;  // of the fabric's thread
   std::vector<int> released_;      // free from the next Pump() on
   absl::flat_hash_map<std::uint64_t, std::unique_ptr<Transfer>> transfers_;

@@ -330,7 +330,7 @@ class PlayedPeer {
   std::unique_ptr<Fabric> other_ = MakeLocalFabric("peer");
   PeerId to_other_;
   PeerId to_us_;
-  SharedWindows windows_{1, 2};
+  SharedWindows windows_{2};
   std::unique_ptr<Communicator> communicator_;
   kernels::Buffer window_;
   kernels::Buffer their_window_;

@@ -1,6 +1,6 @@
 #include "worker/group/shared_windows.h"
 
-#include <sys/shm.h>
+#include <fcntl.h>
 
 #include <cstring>
 #include <optional>
@@ -17,8 +17,8 @@ using ::testing::HasSubstr;
 constexpr std::int64_t kBytes = 100'000;
 
 TEST(SharedWindowsTest, AnotherRankReadsWhatIsWritten) {
-  SharedWindows one(0, 2);
-  SharedWindows two(1, 2);
+  SharedWindows one(2);
+  SharedWindows two(2);
   const kernels::Buffer first = *one.Allocate(kBytes);
   const kernels::Buffer second = *one.Allocate(2 * kBytes);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(second.data()) % 64, 0);
@@ -39,7 +39,7 @@ TEST(SharedWindowsTest, AnotherRankReadsWhatIsWritten) {
 }
 
 TEST(SharedWindowsTest, FindsOnlyWhatLiesInAWindow) {
-  SharedWindows windows(0, 1);
+  SharedWindows windows(1);
   const kernels::Buffer window = *windows.Allocate(kBytes);
   EXPECT_TRUE(windows.Find(window.data(), kBytes).has_value());
   EXPECT_TRUE(windows.Find(window.data() + kBytes, 0).has_value());
@@ -52,10 +52,10 @@ TEST(SharedWindowsTest, FindsOnlyWhatLiesInAWindow) {
 }
 
 TEST(SharedWindowsTest, AttachesOnlyWhatTheHandleSpeaksOf) {
-  SharedWindows one(0, 2);
+  SharedWindows one(2);
   const kernels::Buffer window = *one.Allocate(kBytes);
   const auto attach = [&](const SharedWindows::Handles& handles) {
-    SharedWindows two(1, 2);
+    SharedWindows two(2);
     const kernels::Buffer theirs = *two.Allocate(kBytes);
     const absl::Status attached = two.Attach(0, handles);
     // What is not attached is not read.
@@ -64,28 +64,28 @@ TEST(SharedWindowsTest, AttachesOnlyWhatTheHandleSpeaksOf) {
   };
   EXPECT_EQ(attach(one.handles()), "OK");
   SharedWindows::Handles handles = one.handles();
-  handles[0].key ^= 1;  // as of another host
-  EXPECT_THAT(attach(handles), HasSubstr("window 0 is not in this IPC namespace"));
+  handles.windows[0].key ^= 1;  // as of another process that has the id now
+  EXPECT_THAT(attach(handles), HasSubstr("window 0 is not in this PID namespace"));
   handles = one.handles();
-  handles[0].id = 0x7fffffff;
-  EXPECT_THAT(attach(handles), HasSubstr("window 0 is not in this IPC namespace"));
+  handles.windows[0].descriptor = 0x7fffffff;
+  EXPECT_THAT(attach(handles), HasSubstr("window 0 is not in this PID namespace"));
   handles = one.handles();
-  handles[0].bytes = 0;  // as of a rank that got no segment
+  handles.windows[0].bytes = 0;  // as of a rank that got no memory
   EXPECT_THAT(attach(handles), HasSubstr("window 0 has 0 bytes there and 100000 here"));
   handles = one.handles();
-  handles[1] = handles[0];  // one more than this rank has
+  handles.windows[1] = handles.windows[0];  // one more than this rank has
   EXPECT_THAT(attach(handles), HasSubstr("window 1 has 100000 bytes there and 0 here"));
-  // A segment that is shorter than was said.
-  SharedWindows small(0, 2);
+  // Memory that is shorter than was said.
+  SharedWindows small(2);
   const kernels::Buffer small_window = *small.Allocate(64);
   handles = one.handles();
-  handles[0].id = small.handles()[0].id;
-  handles[0].key = small.handles()[0].key;
-  EXPECT_THAT(attach(handles), HasSubstr("window 0 is not in this IPC namespace"));
+  handles.windows[0].descriptor = small.handles().windows[0].descriptor;
+  handles.windows[0].key = small.handles().windows[0].key;
+  EXPECT_THAT(attach(handles), HasSubstr("window 0 is not in this PID namespace"));
 }
 
 TEST(SharedWindowsTest, WhatIsTooManyIsMemoryWithoutAWindow) {
-  SharedWindows windows(0, 1);
+  SharedWindows windows(1);
   std::vector<kernels::Buffer> buffers;
   for (std::size_t i = 0; i <= SharedWindows::kMaxWindows; ++i) {
     buffers.push_back(*windows.Allocate(kBytes));
@@ -96,26 +96,20 @@ TEST(SharedWindowsTest, WhatIsTooManyIsMemoryWithoutAWindow) {
   EXPECT_EQ(windows.Allocate(0)->size_bytes(), 0);
 }
 
-// Nothing is left behind, however a process dies: a segment is marked for removal from the start.
-TEST(SharedWindowsTest, ASegmentGoesWithTheLastThatHasIt) {
-  std::optional<SharedWindows> one(std::in_place, 0, 2);
+TEST(SharedWindowsTest, AWindowGoesWithTheLastThatHasIt) {
+  std::optional<SharedWindows> one(std::in_place, 2);
   kernels::Buffer window = *one->Allocate(kBytes);
-  std::optional<SharedWindows> two(std::in_place, 1, 2);
-  const kernels::Buffer theirs = *two->Allocate(kBytes);
-  const int id = one->handles()[0].id;
-  shmid_ds segment{};
-  ASSERT_EQ(shmctl(id, IPC_STAT, &segment), 0);
-  EXPECT_NE(segment.shm_perm.mode & SHM_DEST, 0);
-  EXPECT_EQ(segment.shm_perm.mode & 0777, 0600);
-  ASSERT_TRUE(two->Attach(0, one->handles()).ok());
+  SharedWindows two(2);
+  const kernels::Buffer theirs = *two.Allocate(kBytes);
+  const auto descriptor = static_cast<int>(one->handles().windows[0].descriptor);
+  ASSERT_TRUE(two.Attach(0, one->handles()).ok());
   window.data()[0] = std::byte{1};
   one.reset();
   EXPECT_EQ(window.data()[0], std::byte{1});  // a buffer may outlive its windows
+  EXPECT_GE(fcntl(descriptor, F_GETFD), 0);
   window = {};
-  EXPECT_EQ(*two->At(0, {0, 0}, 1), std::byte{1});  // others still have it
-  EXPECT_EQ(shmctl(id, IPC_STAT, &segment), 0);
-  two.reset();
-  EXPECT_NE(shmctl(id, IPC_STAT, &segment), 0);
+  EXPECT_EQ(*two.At(0, {0, 0}, 1), std::byte{1});  // others still have it
+  EXPECT_LT(fcntl(descriptor, F_GETFD), 0);
 }
 
 }  // namespace

@@ -13,9 +13,9 @@
 #include "gmock/gmock.h"
 #include "tests/worker/transfer/kv_testing.h"
 #include "weft/v1/worker.pb.h"
+#include "worker/group/shared_memory.h"
 #include "worker/group/ucx_address.h"
 #include "worker/transfer/kv_message.h"
-#include "worker/transfer/kv_peer_memory.h"
 #include "worker/transfer/kv_receiver.h"
 #include "worker/transfer/kv_rows.h"
 
@@ -65,7 +65,7 @@ class KvOfferTest : public ::testing::Test {
                     slots_, reports_);
   }
 
-  void Greet(const KvStaging& staging) {
+  void Greet(const SharedMemory& staging) {
     v1::KvEndpoint hello;
     hello.set_format("kv");
     hello.set_tensor_parallel_size(1);
@@ -82,8 +82,8 @@ class KvOfferTest : public ::testing::Test {
     NextAnswer();
   }
 
-  static KvStaging Staging(const Fabric& owner) {
-    absl::StatusOr<KvStaging> staging = KvStaging::Create(1 << 16, owner.LocalAddress());
+  static SharedMemory Staging(const Fabric& owner) {
+    absl::StatusOr<SharedMemory> staging = SharedMemory::Create(1 << 16, owner.LocalAddress());
     EXPECT_TRUE(staging.ok()) << staging.status();
     return *std::move(staging);
   }
@@ -133,7 +133,7 @@ class KvOfferTest : public ::testing::Test {
   KvRank rank_;
   KvCopier copier_;
   std::unique_ptr<Fabric> sender_fabric_ = NewFabric(), receiver_fabric_ = NewFabric();
-  KvStaging staging_ = Staging(*sender_fabric_);
+  SharedMemory staging_ = Staging(*sender_fabric_);
   std::unique_ptr<KvReceiver> receiver_;
   std::vector<KvReport> reports_;
   std::vector<KvMessageType> answers_;
@@ -161,21 +161,21 @@ TEST_F(KvOfferTest, DoesNotReadWhatCanShrink) {
   ASSERT_EQ(ftruncate(descriptor, 1 << 16), 0);
   ASSERT_EQ(pwrite(descriptor, &owner.key, sizeof(owner.key), 0),
             static_cast<ssize_t>(sizeof(owner.key)));
-  EXPECT_FALSE(KvPeerMemory::Open(address_, descriptor).has_value());
+  EXPECT_FALSE(PeerMemory::Open(address_, descriptor).has_value());
   close(descriptor);
 }
 
 TEST_F(KvOfferTest, DoesNotReadWhatIsNoMemory) {
-  EXPECT_TRUE(KvPeerMemory::Open(address_, staging_.descriptor()).has_value());
+  EXPECT_TRUE(PeerMemory::Open(address_, staging_.descriptor()).has_value());
   int pipe_ends[2];
   ASSERT_EQ(pipe2(pipe_ends, O_CLOEXEC), 0);
-  EXPECT_FALSE(KvPeerMemory::Open(address_, pipe_ends[0]).has_value());
-  EXPECT_FALSE(KvPeerMemory::Open(address_, pipe_ends[1]).has_value());
+  EXPECT_FALSE(PeerMemory::Open(address_, pipe_ends[0]).has_value());
+  EXPECT_FALSE(PeerMemory::Open(address_, pipe_ends[1]).has_value());
   close(pipe_ends[0]);
   close(pipe_ends[1]);
-  EXPECT_FALSE(KvPeerMemory::Open(address_, pipe_ends[0]).has_value());
-  EXPECT_FALSE(KvPeerMemory::Open(address_, -1).has_value());
-  EXPECT_FALSE(KvPeerMemory::Open("no address", staging_.descriptor()).has_value());
+  EXPECT_FALSE(PeerMemory::Open(address_, pipe_ends[0]).has_value());
+  EXPECT_FALSE(PeerMemory::Open(address_, -1).has_value());
+  EXPECT_FALSE(PeerMemory::Open("no address", staging_.descriptor()).has_value());
 }
 
 TEST_F(KvOfferTest, RefusesWhatWasWithdrawn) {
